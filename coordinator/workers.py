@@ -1,0 +1,140 @@
+"""The seams to the coordinator's heavy workers: verifier and learner.
+
+Both run torch in a child process (``verifier_child``, ``learner_child``); tests and
+the simulator put in-process ones behind the same seams. Structs here are the
+closed set that crosses those pipes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from barnraise.protocol.messages import RolloutLease, Verdict
+from barnraise.protocol.spec import RunSpec
+
+
+class VerifyJob(Struct, frozen=True, kw_only=True, tag=True):
+    """One stored submission: the payload bytes as signed, and the lease that it answers."""
+
+    submission_id: bytes
+    lease: RolloutLease
+    payload: bytes
+
+
+class Judged(Struct, frozen=True, kw_only=True, tag=True):
+    """The verdict, and what the learner needs if it is accepted.
+
+    ``rewards``: one per rollout, ordered by prompt, then sample; empty if rejected.
+    ``tokens``: completion tokens verified (credit is 2 x parameters x tokens / 1e6).
+    """
+
+    submission_id: bytes
+    verdict: Verdict
+    rewards: tuple[float, ...]
+    tokens: int
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """One prompt's samples, as trained on. Arrays are little-endian bytes as in ``Rollout``."""
+
+    policy_version: int
+    prompt_tokens: tuple[int, ...]
+    completions: tuple[bytes, ...]  # uint32
+    logprobs: tuple[bytes, ...]  # float32, proven behaviour log-probabilities
+    rewards: tuple[float, ...]
+
+
+class BatchPart(Struct, frozen=True, kw_only=True):
+    """One accepted submission inside a batch: enough to derive its groups again after a crash."""
+
+    lease: RolloutLease
+    payload: bytes
+    rewards: tuple[float, ...]
+
+
+class TrainJob(Struct, frozen=True, kw_only=True, tag=True):
+    """Make policy version ``version`` from checkpoint ``version - 1`` and these submissions.
+
+    Deterministic given the checkpoint: a job cut short by a crash is simply sent again.
+    """
+
+    version: int
+    parts: tuple[BatchPart, ...]
+
+
+class TrainStats(Struct, frozen=True, kw_only=True):
+    """What one version's training looked like. NaN-free; fractions in [0, 1]."""
+
+    reward_mean: float  # over all rollouts of the batch, zero-advantage groups included
+    groups: int  # verified groups in the batch
+    groups_used: int  # those with a non-zero advantage
+    loss: float
+    grad_norm: float
+    clip_fraction: float
+    ratio_max: float
+    entropy: float
+    kl: float  # mean behaviour-to-new log-ratio (k3 estimate), nats per token
+    lag_mean: float  # versions
+    seconds: float
+
+
+class Trained(Struct, frozen=True, kw_only=True, tag=True):
+    """A finished version: a complete checkpoint folder, already synced and renamed.
+
+    ``weights`` is a safetensors file in the run's published dtype. ``accuracy`` is the
+    held-out accuracy of the greedy policy where this version was evaluated, else -1.
+    """
+
+    version: int
+    weights: str
+    stats: TrainStats | None  # None for version 0
+    accuracy: float
+
+
+class Verifier(Protocol):
+    """Judges submissions against the weights of the version that their lease names."""
+
+    async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
+        """Judge ``jobs`` (any versions still kept) in one batch; one result per job, same order.
+
+        A job that makes the verifier itself fail is judged again alone, so that one
+        malformed file never delays another's verdict.
+
+        Raises:
+            ChildError: the verifier died and could not be restarted.
+        """
+
+    async def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Turns accepted rollouts into the next policy version."""
+
+    async def initial(self) -> Trained:
+        """Evaluate and export version 0 (or report it again after a restart)."""
+
+    async def train(self, job: TrainJob) -> Trained:
+        """Run one job to a durable checkpoint; repeats safely (same version -> same result).
+
+        Raises:
+            ChildError: the learner died and could not be restarted.
+        """
+
+    async def close(self) -> None: ...
+
+
+class WorkerSetup(Struct, frozen=True, kw_only=True, tag=True):
+    """First frame to either child: which run, where its folder is, how many threads."""
+
+    spec: RunSpec
+    run_id: bytes
+    folder: str
+    threads: int
+
+
+def checkpoint_folder(run_folder: Path, version: int) -> Path:
+    """``RUN/checkpoints/v000012``: config.json, tokenizer files, model.safetensors, optimizer.safetensors, state.json."""
+    return run_folder / "checkpoints" / f"v{version:06d}"

@@ -1,0 +1,79 @@
+"""The engine seam: what turns a lease into rollouts.
+
+``barnraise.node.engine_child`` runs an engine in a child process;
+``barnraise.node.torch_engine`` is the engine itself. Tests and the simulator put
+an in-process engine behind the same seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+from barnraise.protocol.messages import Rollout
+from barnraise.protocol.spec import RunSpec
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """One rollout unit, as the engine needs it."""
+
+    run_id: bytes
+    lease_id: bytes
+    node: bytes
+    policy_version: int
+    prompts: int
+    group_size: int
+
+
+class Progress(Struct, frozen=True, kw_only=True, tag=True):
+    """Finished work only (R7): completions ended so far, tokens drawn so far."""
+
+    completions: Annotated[int, Meta(ge=0)]
+    tokens: Annotated[int, Meta(ge=0)]
+
+
+class Generated(Struct, frozen=True, kw_only=True, tag=True):
+    """A finished unit: ``prompts * group_size`` rollouts, ordered by prompt, then sample."""
+
+    rollouts: tuple[Rollout, ...]
+    seconds: float
+    tokens: int
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True, tag=True):
+    """What an engine reports once a version is loaded."""
+
+    name: str  # such as "torch-cpu-float32"
+    device: str
+    memory_bytes: int  # resident memory of the engine's process
+
+
+class OutOfMemory(Exception):
+    """The engine ran out of memory; the caller retries smaller once, then returns the lease (R5)."""
+
+
+class Engine(Protocol):
+    """Holds one loaded policy version at a time."""
+
+    async def load(self, spec: RunSpec, folder: Path, version: int) -> EngineInfo:
+        """Load a version's files (safetensors, config, tokenizer) from ``folder``.
+
+        A second call with a newer version swaps the weights in place.
+
+        Raises:
+            ChildError: the engine died or could not read the files.
+        """
+
+    async def generate(self, work: Work, progress: Callable[[Progress], None]) -> Generated:
+        """Draw the unit's rollouts with proofs; cancelling stops the engine within 2 s.
+
+        Raises:
+            OutOfMemory: memory ran out.
+            ChildError: the engine died; the next ``load`` starts a fresh one.
+        """
+
+    async def close(self) -> None:
+        """End the engine and free its memory; safe to call twice."""

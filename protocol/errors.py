@@ -1,0 +1,53 @@
+"""The errors a user of the protocol can meet, as one small tree.
+
+Every message says the cause and, where there is one, the cure: these strings
+reach a terminal as they are.
+"""
+
+
+class BarnraiseError(Exception):
+    """Base of every error that Barnraise raises on purpose."""
+
+
+class MalformedError(BarnraiseError):
+    """Bytes from outside are not a message: too long, not MessagePack, wrong fields or values."""
+
+
+class SignatureError(BarnraiseError):
+    """A signature does not verify, or verifies under another key than the expected one."""
+
+
+class VersionError(BarnraiseError):
+    """The two sides speak different protocol versions; the text says which side is old (R20)."""
+
+
+class RefusedError(BarnraiseError):
+    """The other side understood a request and refused it.
+
+    Attributes:
+        code: a machine-readable reason, such as ``"unknown-lease"``.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PeerError(BarnraiseError):
+    """A peer could not be reached, went away, or was too slow."""
+
+
+class KeyFileError(BarnraiseError):
+    """A key file is missing, unreadable, damaged, or readable by others."""
+
+
+class RunFolderError(BarnraiseError):
+    """A run folder is missing, incomplete, in use, or of another format version."""
+
+
+class StorageError(BarnraiseError):
+    """The disk refused: full, read-only, or over the quota; the text says how much is needed where."""
+
+
+class ChildError(BarnraiseError):
+    """A child process died or broke its protocol; the text says why ("out of memory", R5)."""

@@ -1,0 +1,381 @@
+"""Every message that crosses the network: a closed set, one frozen struct each.
+
+A frame on a stream is one byte of type code, four bytes of big-endian length and
+the MessagePack body; ``FRAMES`` fixes code and largest body per type, so that a
+length is judged before a byte is allocated. Unknown fields, coerced types and
+values out of bounds are refused (``barnraise.protocol.wire``).
+
+Structs whose docstring says *signed* travel inside ``Signed`` and are believed
+only after ``barnraise.protocol.envelope`` has checked signature and signer.
+Byte strings named ``*_id`` are SHA-256 digests or 16-byte nonces as their bound
+says; times are milliseconds since the Unix epoch; credit is in millions of
+useful floating-point operations (2 x parameters x completion tokens / 1e6).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
+Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Text = Annotated[str, Meta(max_length=500)]
+Address = Annotated[str, Meta(min_length=1, max_length=256)]
+PeerId = Annotated[str, Meta(min_length=1, max_length=96)]
+Millis = Annotated[int, Meta(ge=0, le=2**53)]
+Version = Annotated[int, Meta(ge=0, le=2**31)]
+Count = Annotated[int, Meta(ge=0, le=2**31)]
+Size = Annotated[int, Meta(ge=0, le=2**53)]
+RequestId = Annotated[int, Meta(ge=0, le=2**53)]
+
+MAX_SHARD = 4 * 1024 * 1024
+MAX_SUBMISSION = 16 * 1024 * 1024
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+HELLO_PROTOCOL = "/barnraise/hello"
+SESSION_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/session"
+SHARD_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/shards"
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of everything on the wire: frozen, keyword-only, no unknown fields."""
+
+
+class Signed(Message, frozen=True):
+    """A canonical payload and an Ed25519 signature over its domain and bytes (RFC 8032)."""
+
+    payload: Annotated[bytes, Meta(max_length=MAX_SUBMISSION)]
+    signer: PublicKey
+    signature: Signature
+
+
+# --- version exchange (R20), on HELLO_PROTOCOL, whose id and first fields never change
+
+
+class Hello(Message, frozen=True):
+    """First message of a dialer: what it speaks."""
+
+    major: Count
+    minor: Count
+    software: Name
+
+
+class HelloReply(Message, frozen=True):
+    """The listener's answer. ``compatible`` false comes with ``message`` saying who must update and how."""
+
+    major: Count
+    minor: Count
+    software: Name
+    compatible: bool
+    message: Text
+
+
+# --- session: requests carry an id that their reply repeats; pushes carry none
+
+
+class Refusal(Message, frozen=True):
+    """Reply to any request that is understood but not granted."""
+
+    id: RequestId
+    code: Name
+    message: Text
+
+
+class JoinRequest(Message, frozen=True):
+    """A node presents itself; its key is the one that the transport proved."""
+
+    id: RequestId
+    public_key: PublicKey
+    instance: Nonce  # random per process: tells a reconnect from a second machine with the same key (R9)
+    name: Name
+    engine: Name
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=16)]
+
+
+class JoinReply(Message, frozen=True):
+    """The signed run spec, the current head (a signed ``Manifest``) and the coordinator's clock."""
+
+    id: RequestId
+    run_spec: Signed
+    head: Signed | None
+    now: Millis
+
+
+class HeartbeatRequest(Message, frozen=True):
+    """Sent every few seconds: which version the node holds and what it is doing."""
+
+    id: RequestId
+    have_version: Annotated[int, Meta(ge=-1, le=2**31)]
+    state: Name
+
+
+class Peer(Message, frozen=True):
+    """Another node that may hold shards of ``have_version``."""
+
+    peer_id: PeerId
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=16)]
+    have_version: Annotated[int, Meta(ge=-1, le=2**31)]
+
+
+class HeartbeatReply(Message, frozen=True):
+    """The coordinator's clock and the peers worth asking for shards."""
+
+    id: RequestId
+    now: Millis
+    head_version: Annotated[int, Meta(ge=-1, le=2**31)]
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=64)]
+
+
+class ManifestRequest(Message, frozen=True):
+    """Ask for the head manifest (the coordinator also pushes it when it changes)."""
+
+    id: RequestId
+
+
+class ManifestReply(Message, frozen=True):
+    id: RequestId
+    head: Signed | None
+
+
+class LeaseRequest(Message, frozen=True):
+    """Ask for one unit of work at ``policy_version``, which the node has loaded."""
+
+    id: RequestId
+    policy_version: Version
+
+
+class LeaseReply(Message, frozen=True):
+    """A signed ``RolloutLease``, or none with the reason and when to ask again."""
+
+    id: RequestId
+    lease: Signed | None
+    reason: Text
+    retry_after_ms: Annotated[int, Meta(ge=0, le=600_000)]
+
+
+class LeaseReturn(Message, frozen=True):
+    """Give a lease back unfinished (leaving, out of memory); never a penalty."""
+
+    id: RequestId
+    lease_id: Nonce
+    reason: Text
+
+
+class SubmitRequest(Message, frozen=True):
+    """A signed ``RolloutSubmission``."""
+
+    id: RequestId
+    submission: Signed
+
+
+class Acknowledged(Message, frozen=True):
+    """Reply to ``LeaseReturn`` and ``SubmitRequest``: durable on the coordinator's disk.
+
+    ``duplicate`` is true when the same content had been stored before (R17).
+    """
+
+    id: RequestId
+    duplicate: bool
+
+
+class ReceiptsRequest(Message, frozen=True):
+    """Ask for our receipts with a ledger index of at least ``from_index`` (after a reconnect)."""
+
+    id: RequestId
+    from_index: Count
+
+
+class ReceiptsReply(Message, frozen=True):
+    """Signed ``Receipt`` payloads, oldest first, at most 256; ask again from the last index + 1."""
+
+    id: RequestId
+    receipts: Annotated[tuple[Signed, ...], Meta(max_length=256)]
+
+
+class HeadPush(Message, frozen=True):
+    """Unasked: a new policy version was published (signed ``Manifest``)."""
+
+    head: Signed
+
+
+class ReceiptPush(Message, frozen=True):
+    """Unasked: a verdict on one of our submissions (signed ``Receipt``)."""
+
+    receipt: Signed
+
+
+class NoticePush(Message, frozen=True):
+    """Unasked: something a person should read (a second node with the same key, run finished)."""
+
+    code: Name
+    message: Text
+
+
+# --- shards, on SHARD_PROTOCOL: one request, one reply header, then raw bytes; repeat or close
+
+
+class ShardRequest(Message, frozen=True):
+    """Ask for one shard by its SHA-256."""
+
+    digest: Digest
+
+
+class ShardReply(Message, frozen=True):
+    """``size`` raw bytes follow on the stream; ``found`` false means none do."""
+
+    found: bool
+    size: Annotated[int, Meta(ge=0, le=MAX_SHARD)]
+
+
+# --- signed payloads
+
+
+class FileEntry(Message, frozen=True):
+    """One file of a version, cut into shards of ``shard_size`` (the last may be shorter)."""
+
+    path: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+    size: Size
+    sha256: Digest
+    shards: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
+
+
+class Manifest(Message, frozen=True):
+    """*Signed* by the run's key: one published policy version, whole."""
+
+    run_id: Digest
+    version: Version
+    created_at: Millis
+    shard_size: Annotated[int, Meta(ge=1024, le=MAX_SHARD)]
+    files: Annotated[tuple[FileEntry, ...], Meta(min_length=1, max_length=256)]
+
+
+class RolloutLease(Message, frozen=True):
+    """*Signed* by the run's key: one rollout unit lent to one node.
+
+    Prompts are not named: both sides derive them (``barnraise.protocol.seeds``).
+    After ``timeout_at`` the unit may go to somebody else as well; after
+    ``deadline_at`` a submission is refused.
+    """
+
+    run_id: Digest
+    lease_id: Nonce
+    unit_id: Count
+    node: PublicKey
+    policy_version: Version
+    prompts: Annotated[int, Meta(ge=1, le=4096)]
+    group_size: Annotated[int, Meta(ge=1, le=4096)]
+    issued_at: Millis
+    timeout_at: Millis
+    deadline_at: Millis
+
+
+class Rollout(Message, frozen=True):
+    """One completion: sample ``sample`` of the lease's prompt ``prompt``.
+
+    ``tokens``: uint32 little-endian, T of them, the end-of-sequence token included
+    if it was drawn. ``logprobs``: float32 little-endian, T of them, log-probability
+    (nats) of each token under the policy at the run's temperature. ``proofs``:
+    ceil(T / 32) TOPLOC proofs of 258 bytes each (fewer where a chunk has fewer
+    than 128 values, see ``barnraise.kernels.toploc``).
+    """
+
+    prompt: Count
+    sample: Count
+    tokens: Annotated[bytes, Meta(max_length=4 * 65_536)]
+    logprobs: Annotated[bytes, Meta(max_length=4 * 65_536)]
+    proofs: Annotated[bytes, Meta(max_length=258 * 2048)]
+
+
+class RolloutSubmission(Message, frozen=True):
+    """*Signed* by the node: the finished unit. Its content id is the SHA-256 of the payload."""
+
+    run_id: Digest
+    lease_id: Nonce
+    policy_version: Version
+    engine: Name
+    generate_ms: Count
+    rollouts: Annotated[tuple[Rollout, ...], Meta(min_length=1, max_length=65_536)]
+
+
+class Verdict(Message, frozen=True):
+    """What the checks found. A rejection names check, threshold, value and position (R18).
+
+    ``check`` is ``"all"`` when accepted. ``position`` says where: ``"rollout 3 chunk 0"``.
+    """
+
+    accepted: bool
+    check: Name
+    threshold: float
+    value: float
+    position: Text
+    message: Text
+
+
+class Receipt(Message, frozen=True):
+    """*Signed* by the run's key, kept by the node: with the ledger it settles a dispute offline (R16)."""
+
+    run_id: Digest
+    node: PublicKey
+    lease_id: Nonce
+    submission_id: Digest
+    verdict: Verdict
+    credit: Size
+    ledger_index: Count
+    issued_at: Millis
+
+
+class TreeHead(Message, frozen=True):
+    """*Signed* by the run's key: size and RFC 6962 root of the ledger at a moment."""
+
+    run_id: Digest
+    size: Count
+    root: Digest
+    issued_at: Millis
+
+
+Kind = Literal["request", "reply", "push", "plain"]
+
+
+class Frame(Struct, frozen=True):
+    """How one message type travels: its code, and the largest body in bytes."""
+
+    code: int
+    type: type[Message]
+    limit: int
+    kind: Kind
+
+
+_SMALL = 8 * 1024
+_HEAD = 4 * 1024 * 1024
+
+FRAMES: tuple[Frame, ...] = (
+    Frame(1, Hello, 1024, "plain"),
+    Frame(2, HelloReply, 4096, "plain"),
+    Frame(10, Refusal, 4096, "reply"),
+    Frame(11, JoinRequest, _SMALL, "request"),
+    Frame(12, JoinReply, _HEAD, "reply"),
+    Frame(13, HeartbeatRequest, 1024, "request"),
+    Frame(14, HeartbeatReply, 512 * 1024, "reply"),
+    Frame(15, ManifestRequest, 64, "request"),
+    Frame(16, ManifestReply, _HEAD, "reply"),
+    Frame(17, LeaseRequest, 64, "request"),
+    Frame(18, LeaseReply, _SMALL, "reply"),
+    Frame(19, LeaseReturn, 4096, "request"),
+    Frame(20, SubmitRequest, MAX_SUBMISSION + 1024, "request"),
+    Frame(21, Acknowledged, 64, "reply"),
+    Frame(22, ReceiptsRequest, 64, "request"),
+    Frame(23, ReceiptsReply, 1024 * 1024, "reply"),
+    Frame(30, HeadPush, _HEAD, "push"),
+    Frame(31, ReceiptPush, _SMALL, "push"),
+    Frame(32, NoticePush, 4096, "push"),
+    Frame(40, ShardRequest, 128, "plain"),
+    Frame(41, ShardReply, 64, "plain"),
+)
+
+FRAME_BY_CODE: dict[int, Frame] = {frame.code: frame for frame in FRAMES}
+FRAME_BY_TYPE: dict[type[Message], Frame] = {frame.type: frame for frame in FRAMES}

@@ -1,0 +1,130 @@
+"""The run spec: everything about a run that its peers must agree on, signed once, named by its hash.
+
+A run's id is the SHA-256 of the spec's canonical encoding; the run's key signs it
+(``Signed``), and so a volunteer can read what they are asked to join before a
+byte of the model is fetched.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from barnraise.protocol.messages import Count, Digest, Message, Millis, Name, PublicKey, Text
+
+Positive = Annotated[float, Meta(gt=0.0, le=1e6)]
+NonNegative = Annotated[float, Meta(ge=0.0, le=1e6)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Small = Annotated[int, Meta(ge=1, le=65_536)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelSpec(Message, frozen=True):
+    """The policy. Architecture and tokenizer are files of every manifest, pinned by ``assets``."""
+
+    name: Name
+    parameters: Annotated[int, Meta(ge=1, le=2**50)]
+    vocabulary: Annotated[int, Meta(ge=2, le=2**24)]
+    weights_dtype: Dtype  # as published
+    compute_dtype: Dtype  # what honest engines are expected to compute in (any may be used)
+    eos_token: Count
+    assets: Annotated[dict[Name, Digest], Meta(max_length=32)]  # file name -> SHA-256, all but weights
+
+
+class EnvironmentSpec(Message, frozen=True):
+    """Where tasks come from: a name known to ``barnraise.protocol.environments`` and its settings (JSON)."""
+
+    name: Name
+    settings: Annotated[str, Meta(max_length=4096)]
+    prompt_format: Literal["plain", "chat"]
+    system_prompt: Text
+
+
+class SamplingSpec(Message, frozen=True):
+    """How tokens are drawn. ``top_k`` 0 and ``top_p`` 1.0 mean no truncation."""
+
+    temperature: Annotated[float, Meta(gt=0.0, le=10.0)]
+    top_k: Count
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)]
+    max_new_tokens: Small
+
+
+class RolloutSpec(Message, frozen=True):
+    """How work is cut, and how a policy version's batch fills.
+
+    A batch closes when ``groups_per_version`` groups with a non-zero advantage are
+    verified, or when ``max_groups_per_version`` groups were verified and at least
+    one is usable. Rollouts more than ``max_lag`` versions old are not trained on.
+    """
+
+    prompts_per_unit: Small
+    group_size: Annotated[int, Meta(ge=2, le=4096)]
+    groups_per_version: Small
+    max_groups_per_version: Small
+    max_lag: Annotated[int, Meta(ge=0, le=64)]
+    versions: Small  # the run is complete when this policy version is published
+    timeout_s: Positive
+    deadline_s: Positive
+
+
+class GrpoSpec(Message, frozen=True):
+    """GRPO with two-sided clipping (INTELLECT-2, section 3.4) and the optimiser's settings."""
+
+    learning_rate: Positive
+    warmup_steps: Count
+    beta1: Fraction
+    beta2: Fraction
+    weight_decay: NonNegative
+    grad_clip: Positive
+    inner_epochs: Small
+    minibatches: Small
+    clip_low: Positive  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: Positive
+    clip_delta: Positive  # upper bound on the ratio for negative advantages ("delta")
+    normalise_std: bool
+    kl_coefficient: NonNegative
+    entropy_coefficient: NonNegative
+    loss_aggregation: Literal["token", "sequence"]
+
+
+class VerifySpec(Message, frozen=True):
+    """Thresholds of the checks; every verdict quotes the one that it used."""
+
+    toploc_top_k: Annotated[int, Meta(ge=1, le=1024)]
+    toploc_chunk: Annotated[int, Meta(ge=1, le=1024)]
+    max_exponent_mismatches: Count
+    max_mantissa_mean: NonNegative
+    max_mantissa_median: NonNegative
+    eos_min_probability: Fraction
+    sampling_margin: Positive  # nats below the best perturbed log-probability that one token may lie
+    sampling_mean: Positive  # the same, mean over a submission
+    logprob_mean: Positive  # mean |claimed - recomputed| log-probability over a submission, nats
+    logprob_max: Positive
+
+
+class EvalSpec(Message, frozen=True):
+    """Held-out evaluation of the greedy policy, by the learner, every ``every`` versions and at the ends."""
+
+    tasks: Small
+    every: Small
+
+
+class RunSpec(Message, frozen=True):
+    """One run. *Signed* by ``operator``, the run's key."""
+
+    format: Literal[1]
+    name: Name
+    description: Text
+    operator: PublicKey
+    created_at: Millis
+    phase: Literal["posttrain"]
+    seed: Annotated[int, Meta(ge=0, le=2**53)]
+    model: ModelSpec
+    environment: EnvironmentSpec
+    sampling: SamplingSpec
+    rollout: RolloutSpec
+    grpo: GrpoSpec
+    verify: VerifySpec
+    evaluation: EvalSpec
+    admission: Literal["open"]
