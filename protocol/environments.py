@@ -2,14 +2,28 @@
 
 Both sides derive the same task from a seed; the reward is computed by the
 coordinator alone. An environment is named in the run spec and built from its
-settings; ``"module:attribute"`` entry points installed under the group
-``barnraise.environments`` add the operator's own.
+settings (a JSON object) by ``build_environment``: ``reverse``, any generator of
+``reasoning-gym`` by its name (``chain_sum``), or whatever an installed package
+offers as an entry point of the group ``barnraise.environments``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.metadata import entry_points
+from typing import Any, Protocol, cast
+
+from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.spec import EnvironmentSpec
+
+ENTRY_POINT_GROUP = "barnraise.environments"
+
+
+class TaskError(BarnraiseError):
+    """An environment is unknown, or its settings are wrong; the text names the cure."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +42,61 @@ class Environment(Protocol):
 
     def score(self, task: Task, answer: str) -> float:
         """Reward in [0, 1] of ``answer`` (decoded completion, special tokens removed). Never raises."""
+
+
+def is_held_out(text: str) -> bool:
+    """Which side of the split a task belongs to, from what it asks alone: one in eight is held out.
+
+    Splitting by content and not by seed keeps the sides disjoint even where two
+    seeds happen to draw the same task.
+    """
+    return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
+
+
+def reverse_prompt(letters: str) -> str:
+    """Prompt of the ``reverse`` environment; the right answer is ``letters[::-1]``."""
+    return f"r{letters}="
+
+
+def copy_prompt(letters: str) -> str:
+    """Prompt of the copy task, which the demo model's warm-up mixes in; the answer is ``letters``."""
+    return f"c{letters}="
+
+
+def build_environment(spec: EnvironmentSpec) -> Environment:
+    """The environment that a run spec names.
+
+    An installed entry point is a callable that takes the settings (a ``dict``)
+    and returns an ``Environment``; it wins over a ``reasoning-gym`` generator of
+    the same name. Only code that is already installed is ever loaded.
+
+    Raises:
+        TaskError: no such environment here, or settings that it cannot take.
+    """
+    settings = _settings(spec)
+    if spec.name == "reverse":
+        from barnraise.protocol.tasks_reverse import Reverse
+
+        return Reverse.from_settings(settings)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=spec.name):
+        try:
+            return cast(Environment, entry.load()(settings))
+        except TaskError:
+            raise
+        except Exception as error:  # somebody else's code: whatever it raises is about this environment
+            raise TaskError(f"environment {spec.name!r} ({entry.value}) could not be built: {error}") from error
+    from barnraise.protocol.tasks_gym import build_gym
+
+    return build_gym(spec.name, settings)
+
+
+def _settings(spec: EnvironmentSpec) -> dict[str, Any]:
+    if not spec.settings.strip():
+        return {}
+    try:
+        settings = json.loads(spec.settings)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"settings of environment {spec.name!r} are not JSON: {error}") from error
+    if not isinstance(settings, Mapping):
+        raise TaskError(f"settings of environment {spec.name!r} must be a JSON object such as {{}}")
+    return dict(settings)
