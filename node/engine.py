@@ -26,6 +26,7 @@ class Work(Struct, frozen=True, kw_only=True):
     policy_version: int
     prompts: int
     group_size: int
+    shrink: Annotated[int, Meta(ge=0, le=16)] = 0  # how often to halve the batch the engine would use (R5)
 
 
 class Progress(Struct, frozen=True, kw_only=True, tag=True):
