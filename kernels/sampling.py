@@ -1,0 +1,193 @@
+"""Seeded sampling: the noise is derived from public seeds, and so every draw can be checked.
+
+A token is drawn as ``argmax(logits / T + gumbel)``, which is a draw from
+``softmax(logits / T)`` (Gumbel-max). The Gumbel noise is a pure function of the
+sample's seed, the token's position in its completion (0 for the first) and the
+vocabulary index. It comes from Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011), a counter-based generator: no state, the
+same integers on every device, in every batch shape and order.
+
+    key      = (seed mod 2^32, seed div 2^32)
+    counter  = (index div 4, position, 0, 0), output word index mod 4
+    uniform  = ((word >> 9) + 1/2) * 2^-23, exact in float32, never 0 or 1
+    gumbel   = -log(-log(uniform)), taken in float64, rounded to float32
+
+The logarithms run in float64 because float32 ones differ by a unit in the last
+place between devices and between the body and the tail of a vectorised loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# Rows are taken a few at a time so that Philox's 64-bit intermediates stay in cache.
+_BLOCK_ELEMENTS = 32_768
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox4x32-10 of broadcastable counters and keys.
+
+    All tensors are int64 holding values in [0, 2^32), on one device; so is the
+    result, of the broadcast shape. The 32 x 32 -> 64 bit products wrap in int64,
+    which leaves their bits right.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for number in range(_ROUNDS):
+        if number:
+            k0 = (k0 + _WEYL[0]) & _MASK
+            k1 = (k1 + _WEYL[1]) & _MASK
+        p0 = c0 * _MULTIPLIERS[0]
+        p1 = c2 * _MULTIPLIERS[1]
+        c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _MASK
+        c2 = ((p0 >> 32) ^ (c3 ^ k1)) & _MASK
+        c1 = p1 & _MASK
+        c3 = p0 & _MASK
+    return c0, c1, c2, c3
+
+
+@lru_cache(maxsize=16)
+def _lanes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counter word 0 for every group of four vocabulary entries, and a zero; both int64 [1, *]."""
+    return (
+        torch.arange(count, dtype=torch.int64, device=device).unsqueeze(0),
+        torch.zeros(1, 1, dtype=torch.int64, device=device),
+    )
+
+
+def gumbel(seeds: Sequence[int], positions: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise, float32 [B, vocab], on the device of ``positions``.
+
+    Args:
+        seeds: B unsigned 64-bit integers.
+        positions: int64 [B], each in [0, 2^32): the token's index within its completion.
+        vocab: size of the vocabulary.
+
+    Row i depends on ``seeds[i]``, ``positions[i]`` and nothing else, to the bit.
+    """
+    device = positions.device
+    rows = len(seeds)
+    if positions.shape != (rows,):
+        raise ValueError(f"{rows} seeds need {rows} positions, not shape {tuple(positions.shape)}")
+    low = torch.tensor([seed & _MASK for seed in seeds], dtype=torch.int64, device=device).unsqueeze(1)
+    high = torch.tensor([seed >> 32 & _MASK for seed in seeds], dtype=torch.int64, device=device).unsqueeze(1)
+    place = positions.to(torch.int64).unsqueeze(1)
+    groups = (vocab + 3) // 4
+    lanes, zero = _lanes(groups, device)
+    noise = torch.empty(rows, groups, 4, dtype=torch.float32, device=device)
+    step = rows if device.type != "cpu" else max(1, _BLOCK_ELEMENTS // groups)
+    for start in range(0, rows, max(step, 1)):
+        part = slice(start, start + step)
+        words = philox4x32((lanes, place[part], zero, zero), (low[part], high[part]))
+        for lane, word in enumerate(words):
+            uniform = (word >> 9).to(torch.float64).add_(0.5).mul_(2.0**-23)
+            noise[part, :, lane] = uniform.log_().neg_().log_().neg_()
+    return noise.view(rows, groups * 4)[:, :vocab]
+
+
+def _border(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The smallest scaled logit that truncation keeps, [B, 1]; -inf where it keeps all.
+
+    Top-k first, then top-p on what top-k left, renormalised: the smallest set of
+    most likely tokens whose probability reaches ``top_p``. A border by value, not by
+    rank: tokens that tie with the last kept one are kept, whatever their order.
+    """
+    vocab = scaled.shape[-1]
+    border = scaled.new_full((scaled.shape[0], 1), -torch.inf)
+    keep = top_k if 0 < top_k < vocab else vocab
+    if keep == vocab and top_p >= 1.0:
+        return border
+    ordered = scaled.topk(keep, dim=-1).values
+    if keep < vocab:
+        border = ordered[:, -1:]
+    if top_p < 1.0:
+        mass = ordered.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        count = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
+        border = ordered.gather(1, count - 1)
+    return border
+
+
+def draw(
+    logits: Tensor,
+    seeds: Sequence[int],
+    positions: Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: [B, V], any floating dtype; taken to float32 first.
+        seeds: B unsigned 64-bit integers, one per row.
+        positions: int64 [B], the index of the token within its completion.
+        temperature: > 0.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens up to this probability; 1.0 keeps all.
+
+    Returns:
+        tokens, int64 [B]; and their log-probabilities in nats, float32 [B], under
+        ``softmax(logits / temperature)`` truncated and renormalised.
+    """
+    scaled = logits.float() / temperature
+    if top_k or top_p < 1.0:
+        scaled = scaled.masked_fill(scaled < _border(scaled, top_k, top_p), -torch.inf)
+    tokens = (scaled + gumbel(seeds, positions.to(scaled.device), scaled.shape[-1])).argmax(dim=-1)
+    chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, chosen - scaled.logsumexp(dim=-1)
+
+
+def margins(
+    logits: Tensor,
+    tokens: Tensor,
+    seeds: Sequence[int],
+    positions: Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    slack: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """How far each claimed token is from being the one that ``draw`` gives.
+
+    Arguments as ``draw``, with ``tokens`` int64 [N] the claimed ones, within the
+    vocabulary. ``slack`` (nats) says how much the logits of an honest peer may
+    differ from ours: tokens within it of the truncation border are neither held
+    against a claim nor refused as one. Without truncation it changes nothing.
+
+    Returns:
+        margin, float32 [N], nats >= 0: the best perturbed value minus the claimed
+        token's; 0 where the token is exactly ours, infinite where truncation
+        excludes it by more than ``slack``. And the log-probability, float32 [N],
+        of the claimed token, as ``draw`` reports it (-inf where excluded).
+    """
+    scaled = logits.float() / temperature
+    index = tokens.unsqueeze(1)
+    noise = gumbel(seeds, positions.to(scaled.device), scaled.shape[-1])
+    claimed = scaled.gather(1, index)
+    perturbed = scaled + noise
+    target = perturbed.gather(1, index)
+    if not top_k and top_p >= 1.0:
+        margin = perturbed.amax(dim=-1, keepdim=True) - target
+        return margin.squeeze(1), (claimed - scaled.logsumexp(dim=-1, keepdim=True)).squeeze(1)
+    # Noise e in the logits moves the mass of a set by at most 2 e m (1 - m), and so the
+    # border of top-p by whole tokens where that mass happens to lie at p.
+    shift = 2 * slack * top_p * (1 - top_p)
+    sure = scaled >= _border(scaled, top_k, max(top_p - shift, 1e-9)) + slack
+    possible = claimed >= _border(scaled, top_k, min(top_p + shift, 1.0)) - slack
+    best = perturbed.masked_fill(~sure, -torch.inf).amax(dim=-1, keepdim=True)
+    margin = (best - target).clamp(min=0.0).masked_fill(~possible, torch.inf)
+    kept = (scaled >= _border(scaled, top_k, top_p)).scatter(1, index, possible)
+    total = scaled.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    logprob = (claimed - total).masked_fill(~possible, -torch.inf)
+    return margin.squeeze(1), logprob.squeeze(1)
