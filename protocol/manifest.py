@@ -1,0 +1,310 @@
+"""Manifests: one policy version as a list of files, each cut into shards named by their SHA-256.
+
+Every file is cut into its own shards, so that a tokenizer or a config that does
+not change from one version to the next has the same shards in both, and nobody
+fetches it twice. A manifest is believed only after ``check_manifest``: signed by
+the run's key, for this run, with sizes that add up and nothing in it but the
+run's pinned assets and safetensors weights (no code, nothing pickled).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+
+from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import MalformedError, StorageError
+from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, Signed
+from barnraise.protocol.spec import RunSpec
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+MAX_SHARDS = 100_000  # 34 encoded bytes each: what fits, with room to spare, in a 4 MiB frame
+ASSET_ALLOWANCE = 256 * 1024 * 1024  # bytes for tokenizer, configs and file headers together
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_PART = ".part-"  # marks a version folder still being written
+
+
+def cut(path: Path, shard_size: int) -> Iterator[bytes]:
+    """Yield ``path``'s bytes in pieces of ``shard_size``; the last may be shorter, an empty file has none."""
+    with path.open("rb") as file:
+        while piece := file.read(shard_size):
+            yield piece
+
+
+def build_manifest(
+    run_id: bytes,
+    version: int,
+    files: Mapping[str, Path],
+    shard_size: int,
+    created_at: int,
+    put: Callable[[bytes, bytes], None],
+) -> Manifest:
+    """Cut ``files`` (name in the version -> where it lies) and hand each shard to ``put(digest, data)``.
+
+    Blocking, and as long as reading, hashing and storing all bytes takes: off the
+    event loop. ``created_at`` is in ms. The result is not yet signed; its files
+    are in order of name, so that equal input gives an equal manifest.
+
+    Raises:
+        MalformedError: a file's name is not allowed, or the pieces are too many for one manifest.
+        OSError: a file cannot be read. Whatever ``put`` raises goes through.
+    """
+    if not 1024 <= shard_size <= MAX_SHARD:
+        raise MalformedError(f"shard size {shard_size} is not between 1024 and {MAX_SHARD} bytes")
+    entries = []
+    total = 0
+    for name, path in sorted(files.items()):
+        if not _NAME.fullmatch(name):
+            raise MalformedError(
+                f"file name {name!r} cannot be published: use letters, digits, '_', '-', '.'"
+            )
+        whole = sha256()
+        size = 0
+        digests = []
+        for piece in cut(path, shard_size):
+            whole.update(piece)
+            size += len(piece)
+            digest = sha256(piece).digest()
+            total += 1
+            if total > MAX_SHARDS:
+                raise MalformedError(
+                    f"more than {MAX_SHARDS} shards of {shard_size} bytes: publish with a larger shard size"
+                )
+            put(digest, piece)
+            digests.append(digest)
+        entries.append(FileEntry(path=name, size=size, sha256=whole.digest(), shards=tuple(digests)))
+    return Manifest(
+        run_id=run_id,
+        version=version,
+        created_at=created_at,
+        shard_size=shard_size,
+        files=tuple(entries),
+    )
+
+
+def check_shard(data: bytes, digest: bytes) -> bool:
+    """Whether ``data`` is the shard named ``digest`` (its SHA-256)."""
+    return sha256(data).digest() == digest
+
+
+def entry_shards(entry: FileEntry, shard_size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield ``(digest, offset in the file, size)`` of each shard of a file, in order, in bytes."""
+    for position, digest in enumerate(entry.shards):
+        offset = position * shard_size
+        yield digest, offset, min(shard_size, entry.size - offset)
+
+
+def manifest_shards(manifest: Manifest) -> tuple[tuple[bytes, int], ...]:
+    """Each distinct shard as ``(digest, size in bytes)``, in order of first use."""
+    sizes: dict[bytes, int] = {}
+    for entry in manifest.files:
+        for digest, _, size in entry_shards(entry, manifest.shard_size):
+            sizes.setdefault(digest, size)
+    return tuple(sizes.items())
+
+
+def manifest_bytes(manifest: Manifest) -> int:
+    """The size of the assembled files together, in bytes."""
+    return sum(entry.size for entry in manifest.files)
+
+
+def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
+    """Open a signed manifest and prove that it may be fetched and used for this run.
+
+    Pure; costs one signature and a walk over the entries. After it, sizes are
+    bounded by the model's size, names are safe to create in one folder on any
+    system, and every file is either an asset pinned by the spec or weights.
+
+    Raises:
+        SignatureError: signed by another key than ``spec.operator``, or damaged.
+        MalformedError: of another run, inconsistent, too large, or with files that do not belong.
+    """
+    manifest = open_signed(signed, Manifest, spec.operator)
+    if manifest.run_id != run_id:
+        raise MalformedError(
+            f"the manifest is of run {manifest.run_id.hex()[:16]}, not of this run {run_id.hex()[:16]}"
+        )
+    _check_names(manifest)
+    _check_sizes(manifest, spec)
+    _check_contents(manifest, spec)
+    return manifest
+
+
+def _check_names(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    for entry in manifest.files:
+        # fullmatch: the schema's "$" lets a trailing newline through
+        if not _NAME.fullmatch(entry.path) or entry.path.endswith("."):
+            raise MalformedError(f"manifest v{manifest.version}: file name {entry.path!r} is not allowed")
+        if entry.path.lower() in seen:  # some file systems fold case
+            raise MalformedError(f"manifest v{manifest.version}: file {entry.path!r} appears twice")
+        seen.add(entry.path.lower())
+
+
+def _check_sizes(manifest: Manifest, spec: RunSpec) -> None:
+    known: dict[bytes, int] = {}
+    for entry in manifest.files:
+        expected = -(-entry.size // manifest.shard_size)
+        if len(entry.shards) != expected:
+            raise MalformedError(
+                f"manifest v{manifest.version}: {entry.path} of {entry.size} bytes must have "
+                f"{expected} shards of {manifest.shard_size} bytes, not {len(entry.shards)}"
+            )
+        for digest, _, size in entry_shards(entry, manifest.shard_size):
+            if known.setdefault(digest, size) != size:
+                raise MalformedError(
+                    f"manifest v{manifest.version}: shard {digest.hex()[:16]} is given two different sizes"
+                )
+    total = manifest_bytes(manifest)
+    most = largest_version(spec)
+    if total > most:
+        raise MalformedError(
+            f"manifest v{manifest.version}: {total} bytes in all, but a version of this run's model "
+            f"({spec.model.parameters} parameters in {spec.model.weights_dtype}) has at most {most}"
+        )
+
+
+def largest_version(spec: RunSpec) -> int:
+    """Upper bound in bytes of one version: twice the weights (untied copies), plus the assets' allowance."""
+    width = 4 if spec.model.weights_dtype == "float32" else 2
+    return 2 * width * spec.model.parameters + ASSET_ALLOWANCE
+
+
+def _check_contents(manifest: Manifest, spec: RunSpec) -> None:
+    by_name = {entry.path: entry for entry in manifest.files}
+    for name, digest in spec.model.assets.items():
+        if name not in by_name:
+            raise MalformedError(f"manifest v{manifest.version}: {name}, pinned by the run spec, is missing")
+        if by_name[name].sha256 != digest:
+            raise MalformedError(
+                f"manifest v{manifest.version}: {name} differs from the one that the run spec pins"
+            )
+    rest = by_name.keys() - spec.model.assets.keys()
+    weights = {name for name in rest if _WEIGHTS.fullmatch(name)}
+    if not weights or (WEIGHTS_FILE in weights and len(weights) > 1):
+        raise MalformedError(
+            f"manifest v{manifest.version}: there must be one {WEIGHTS_FILE} "
+            "or a set of model-00001-of-0000N.safetensors"
+        )
+    if WEIGHTS_FILE not in weights:
+        _check_parts(manifest.version, weights)
+    strangers = rest - weights - (set() if WEIGHTS_FILE in weights else {WEIGHTS_INDEX})
+    if strangers:
+        raise MalformedError(
+            f"manifest v{manifest.version}: {min(strangers)} is neither weights nor pinned by the run spec"
+        )
+
+
+def _check_parts(version: int, weights: set[str]) -> None:
+    count = len(weights)
+    expected = {f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)}
+    if weights != expected:
+        raise MalformedError(
+            f"manifest v{version}: the weight files are incomplete: {min(expected - weights)} is missing"
+        )
+
+
+def version_name(version: int) -> str:
+    """The folder name of a version: ``v000012``."""
+    return f"v{version:06d}"
+
+
+def folder_matches(manifest: Manifest, folder: Path) -> bool:
+    """Whether ``folder`` holds exactly the manifest's files, re-hashed. Blocking."""
+    try:
+        if {path.name for path in folder.iterdir()} != {entry.path for entry in manifest.files}:
+            return False
+        for entry in manifest.files:
+            path = folder / entry.path
+            if path.is_symlink() or path.stat().st_size != entry.size:
+                return False
+            whole = sha256()
+            for piece in cut(path, manifest.shard_size):
+                whole.update(piece)
+            if whole.digest() != entry.sha256:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def assemble(manifest: Manifest, get: Callable[[bytes], bytes | None], folder: Path) -> None:
+    """Write the manifest's files into ``folder``, which appears whole or not at all.
+
+    One shard is in memory at a time. The files are written into a temporary
+    sibling, checked against their SHA-256, synced and renamed; a ``folder`` that
+    exists is kept if it matches and replaced if not. Blocking.
+
+    Raises:
+        StorageError: ``get`` does not have a shard, a file comes out different, or the disk is full.
+    """
+    if folder.exists() and folder_matches(manifest, folder):
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(mkdtemp(prefix=f".{folder.name}{_PART}", dir=folder.parent))
+    except OSError as error:
+        raise StorageError(f"cannot write version {manifest.version} to {folder}: {error}") from error
+    try:
+        for entry in manifest.files:
+            _write_file(manifest, entry, get, part / entry.path)
+        _sync_folder(part)
+        part.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write version {manifest.version} to {folder} "
+            f"({manifest_bytes(manifest) / 1e6:.1f} MB are needed there): {error}"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_file(
+    manifest: Manifest, entry: FileEntry, get: Callable[[bytes], bytes | None], path: Path
+) -> None:
+    whole = sha256()
+    with path.open("xb") as file:
+        for digest, _, size in entry_shards(entry, manifest.shard_size):
+            data = get(digest)
+            if data is None or len(data) != size:
+                raise StorageError(
+                    f"version {manifest.version} is incomplete: shard {digest.hex()[:16]} of {entry.path} "
+                    "is missing or damaged on disk; it must be fetched again"
+                )
+            whole.update(data)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    if whole.digest() != entry.sha256:
+        raise StorageError(
+            f"version {manifest.version}: {entry.path} does not have the SHA-256 that its manifest names, "
+            "though every shard does: the version was published damaged"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete what an interrupted ``assemble`` left in ``folder``, the parent of versions. Blocking."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith(".") and _PART in path.name:
+                shutil.rmtree(path, ignore_errors=True)
