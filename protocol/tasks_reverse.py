@@ -39,7 +39,9 @@ class Reverse:
         """
         unknown = sorted(set(settings) - {"letters", "alphabet", "partial"})
         if unknown:
-            raise TaskError(f"environment 'reverse' has no setting {unknown[0]!r}: letters, alphabet, partial")
+            raise TaskError(
+                f"environment 'reverse' has no setting {unknown[0]!r}: letters, alphabet, partial"
+            )
         letters = _bounded("letters", settings.get("letters", 5), 1, MAX_LETTERS)
         alphabet = _bounded("alphabet", settings.get("alphabet", 26), 2, 26)
         partial = settings.get("partial", False)
@@ -47,7 +49,9 @@ class Reverse:
             raise TaskError("setting 'partial' of environment 'reverse' must be true or false")
         environment = cls(letters, alphabet, partial)
         if alphabet**letters <= _ENUMERABLE:
-            sides = {is_held_out("".join(word)) for word in itertools.product(environment._symbols, repeat=letters)}
+            sides = {
+                is_held_out("".join(word)) for word in itertools.product(environment._symbols, repeat=letters)
+            }
             if len(sides) < 2:
                 raise TaskError(
                     f"environment 'reverse' with {letters} letters of {alphabet} has too few strings "
