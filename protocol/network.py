@@ -55,6 +55,14 @@ class Network(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """The full multiaddrs (``.../p2p/<peer id>``) where others may reach us."""
 
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received since the start, over all connections."""
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent since the start, over all connections."""
+
     def set_handler(self, protocol: str, handler: Handler) -> None:
         """Serve ``protocol``: ``handler`` runs once per inbound stream.
 

@@ -1,0 +1,393 @@
+"""A swarm inside one process: the libp2p network's twin for tests and simulation.
+
+Bytes cost what a link says they cost: latency in seconds, bandwidth in bytes per
+second, in virtual time when trio's autojump clock runs. Links can be cut and
+mended, hosts can crash. Errors are those of the real network (``PeerError``), after
+the same waits. There is no task per stream and no randomness here: given the same
+scheduling, a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from barnraise.protocol.errors import PeerError
+from barnraise.protocol.network import Handler
+
+log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 30.0
+DEAD_AFTER_S = 45.0  # a silent connection is given up after this long
+WINDOW = 1024 * 1024
+PIECE = 64 * 1024
+
+
+@dataclass
+class _Link:
+    """One direction between two hosts: where its wire is busy until."""
+
+    latency_s: float
+    bandwidth: float | None
+    free_at: float = 0.0
+
+
+@dataclass(eq=False)
+class _Connection:
+    """Two hosts that may exchange streams, until ``broken`` says why not."""
+
+    ends: frozenset[str]
+    broken: str = ""
+    pipes: list[_Pipe] = field(default_factory=list)
+
+    def break_(self, reason: str) -> None:
+        if not self.broken:
+            self.broken = reason
+            for pipe in self.pipes:
+                pipe.wake()
+
+
+class _Pipe:
+    """One direction of one stream: timed pieces in flight, then an end or a reset."""
+
+    def __init__(self, swarm: MemorySwarm, connection: _Connection, source: str, target: str) -> None:
+        self._swarm = swarm
+        self._connection = connection
+        self._link = swarm._link(source, target)
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._held = 0
+        self._end_at: float | None = None
+        self.reset = False
+        self._changed = trio.Event()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def finish(self) -> None:
+        if self._end_at is None:
+            self._end_at = max(trio.current_time(), self._link.free_at) + self._link.latency_s
+            self.wake()
+
+    def _check(self) -> None:
+        self._swarm._expire(self._connection)
+        if self._connection.broken:
+            raise PeerError(self._connection.broken)
+        if self.reset:
+            raise PeerError("the stream was reset")
+
+    async def _pause(self, until: float) -> None:
+        changed = self._changed
+        with trio.move_on_at(min(until, self._swarm._expiry(self._connection))):
+            await changed.wait()
+
+    async def write(self, data: bytes) -> int:
+        """Queue ``data`` piece by piece, as the reader's window allows."""
+        await trio.lowlevel.checkpoint()
+        for start in range(0, len(data), PIECE):
+            piece = bytes(data[start : start + PIECE])
+            give_up = trio.current_time() + WRITE_TIMEOUT_S
+            while True:
+                self._check()
+                if self._end_at is not None:
+                    raise PeerError("the stream is closed for writing")
+                if self._held < WINDOW:
+                    break
+                if trio.current_time() >= give_up:
+                    self.reset = True
+                    self.wake()
+                    raise PeerError(f"the peer took nothing for {WRITE_TIMEOUT_S:.0f} s")
+                await self._pause(give_up)
+            begin = max(trio.current_time(), self._link.free_at)
+            if self._link.bandwidth is not None:
+                begin += len(piece) / self._link.bandwidth
+                self._link.free_at = begin
+            self._pieces.append((begin + self._link.latency_s, piece))
+            self._held += len(piece)
+            self.wake()
+        return len(data)
+
+    async def read(self, limit: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        while True:
+            self._check()
+            now = trio.current_time()
+            cut = self._swarm._is_cut(self._connection)
+            if not cut and self._pieces and self._pieces[0][0] <= now:
+                arrival, piece = self._pieces.popleft()
+                if len(piece) > limit:
+                    self._pieces.appendleft((arrival, piece[limit:]))
+                    piece = piece[:limit]
+                self._held -= len(piece)
+                self.wake()
+                return piece
+            if not cut and not self._pieces and self._end_at is not None and self._end_at <= now:
+                return b""
+            until = float("inf")
+            if not cut:
+                if self._pieces:
+                    until = self._pieces[0][0]
+                elif self._end_at is not None:
+                    until = self._end_at
+            await self._pause(until)
+
+
+class MemoryStream:
+    """One end of a stream in memory; see ``barnraise.protocol.network.Stream``."""
+
+    def __init__(self, host: MemoryNetwork, peer_id: str, inbound: _Pipe, outbound: _Pipe) -> None:
+        self._host = host
+        self._peer_id = peer_id
+        self._in = inbound
+        self._out = outbound
+
+    @property
+    def peer_id(self) -> str:
+        """The peer's id."""
+        return self._peer_id
+
+    async def read(self, limit: int) -> bytes:
+        """1 to ``limit`` bytes, or ``b""`` at the end; ``PeerError`` if reset or cut off."""
+        data = await self._in.read(limit)
+        self._host.bytes_in += len(data)
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Send all of ``data``; ``PeerError`` if reset, cut off, or nobody reads for 30 s."""
+        self._host.bytes_out += await self._out.write(data)
+
+    async def close(self) -> None:
+        """Close our side; the other may go on writing."""
+        self._out.finish()
+        await trio.lowlevel.checkpoint()
+
+    async def reset(self) -> None:
+        """Abandon both directions at once."""
+        for pipe in (self._in, self._out):
+            pipe.reset = True
+            pipe.wake()
+        await trio.lowlevel.checkpoint()
+
+
+class MemoryNetwork:
+    """A host in a ``MemorySwarm``; satisfies ``barnraise.protocol.network.Network``."""
+
+    def __init__(self, swarm: MemorySwarm, peer_id: str, nursery: trio.Nursery, number: int) -> None:
+        self._swarm = swarm
+        self._peer_id = peer_id
+        self._nursery = nursery
+        self._handlers: dict[str, Handler] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._known: set[str] = set()
+        self._address = f"/memory/{number}/p2p/{peer_id}"
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    @property
+    def peer_id(self) -> str:
+        """Our own id."""
+        return self._peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """One address of the form ``/memory/<number>/p2p/<peer id>``."""
+        return (self._address,)
+
+    def set_handler(self, protocol: str, handler: Handler) -> None:
+        """Run ``handler`` for every inbound stream that asks for ``protocol``."""
+        self._handlers[protocol] = handler
+
+    async def connect(self, address: str) -> str:
+        """Connect to ``address`` and return the peer id there; ``PeerError`` if nobody answers."""
+        wanted = address.rpartition("/p2p/")[2]
+        target = self._swarm._find(address)
+        if target is not None and target.peer_id != wanted:
+            raise PeerError(f"another peer answers at {address}: {target.peer_id}")
+        await self._dial(wanted, target, address)
+        return wanted
+
+    async def open_stream(self, peer_id: str, protocol: str) -> MemoryStream:
+        """Open a stream to a peer that is, or once was, connected."""
+        if not self.connected(peer_id):
+            if peer_id not in self._known:
+                raise PeerError(f"not connected to {peer_id}")
+            await self._dial(peer_id, self._swarm._hosts.get(peer_id), peer_id)
+        connection = self._connections[peer_id]
+        target = self._swarm._hosts.get(peer_id)
+        await self._round_trip(connection, peer_id)
+        handler = target._handlers.get(protocol) if target is not None else None
+        if target is None or handler is None:
+            raise PeerError(f"{peer_id} does not speak {protocol}")
+        there = _Pipe(self._swarm, connection, self._peer_id, peer_id)
+        back = _Pipe(self._swarm, connection, peer_id, self._peer_id)
+        connection.pipes += [there, back]
+        target._nursery.start_soon(
+            target._serve, handler, MemoryStream(target, self._peer_id, there, back), protocol
+        )
+        return MemoryStream(self, peer_id, back, there)
+
+    def connected(self, peer_id: str) -> bool:
+        """Whether a connection to ``peer_id`` is open."""
+        connection = self._connections.get(peer_id)
+        if connection is None:
+            return False
+        self._swarm._expire(connection)
+        return not connection.broken
+
+    async def _dial(self, peer_id: str, target: MemoryNetwork | None, address: str) -> None:
+        if self._swarm._hosts.get(self._peer_id) is not self:
+            raise PeerError("this host has crashed")
+        if self.connected(peer_id):
+            await trio.lowlevel.checkpoint()
+            return
+        if peer_id == self._peer_id:
+            raise PeerError(f"{address} is this very host")
+        if target is None:
+            await trio.sleep(self._swarm._link(self._peer_id, peer_id).latency_s * 2)
+            raise PeerError(f"nobody answers at {address}")
+        connection = _Connection(frozenset((self._peer_id, peer_id)))
+        await self._round_trip(connection, peer_id)
+        if self._swarm._hosts.get(peer_id) is not target:
+            raise PeerError(f"nobody answers at {address}")
+        for host, other in ((self, peer_id), (target, self._peer_id)):
+            host._connections[other] = connection
+            host._known.add(other)
+
+    async def _round_trip(self, connection: _Connection, peer_id: str) -> None:
+        delay = self._swarm._link(self._peer_id, peer_id).latency_s
+        delay += self._swarm._link(peer_id, self._peer_id).latency_s
+        if self._swarm._is_cut(connection):
+            await trio.sleep(DIAL_TIMEOUT_S)
+            if self._swarm._is_cut(connection):
+                raise PeerError(f"{peer_id} did not answer within {DIAL_TIMEOUT_S:.0f} s")
+        await trio.sleep(delay)
+        if connection.broken:
+            raise PeerError(connection.broken)
+
+    async def _serve(self, handler: Handler, stream: MemoryStream, protocol: str) -> None:
+        try:
+            await handler(stream)
+        except Exception:
+            log.warning("%s stream from %s failed", protocol, stream.peer_id, exc_info=True)
+            await stream.reset()
+        else:
+            await stream.close()
+
+
+class MemorySwarm:
+    """The space in which ``MemoryNetwork`` hosts find each other.
+
+    Args:
+        latency_s: one way, in seconds, of every link not set otherwise.
+        bandwidth: bytes per second and direction of every link; None is unlimited.
+    """
+
+    def __init__(self, *, latency_s: float = 0.0, bandwidth: float | None = None) -> None:
+        self._latency_s = latency_s
+        self._bandwidth = bandwidth
+        self._hosts: dict[str, MemoryNetwork] = {}
+        self._links: dict[tuple[str, str], _Link] = {}
+        self._defaults: dict[str, tuple[float | None, float | None]] = {}
+        self._cut_since: dict[frozenset[str], float] = {}
+        self._count = 0
+
+    @asynccontextmanager
+    async def network(
+        self, peer_id: str, *, latency_s: float | None = None, bandwidth: float | None = None
+    ) -> AsyncIterator[MemoryNetwork]:
+        """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line.
+
+        A link's latency is the larger of its two ends', its bandwidth the smaller.
+        """
+        if peer_id in self._hosts:
+            raise ValueError(f"a host named {peer_id} runs already")
+        self._defaults[peer_id] = (latency_s, bandwidth)
+        self._count += 1
+        async with trio.open_nursery() as nursery:
+            host = MemoryNetwork(self, peer_id, nursery, self._count)
+            self._hosts[peer_id] = host
+            try:
+                yield host
+            finally:
+                if self._hosts.get(peer_id) is host:
+                    self.crash(peer_id)
+                nursery.cancel_scope.cancel()
+
+    def link(self, a: str, b: str, *, latency_s: float, bandwidth: float | None = None) -> None:
+        """Set both directions between ``a`` and ``b``."""
+        for pair in ((a, b), (b, a)):
+            link = self._link(*pair)
+            link.latency_s, link.bandwidth = latency_s, bandwidth
+
+    def partition(self, a: str, b: str) -> None:
+        """Lose everything between ``a`` and ``b``; connections break after 45 s unless healed."""
+        self._cut_since.setdefault(frozenset((a, b)), trio.current_time())
+        self._wake(frozenset((a, b)))
+
+    def heal(self, a: str, b: str) -> None:
+        """Let ``a`` and ``b`` hear each other again; what was under way arrives."""
+        pair = frozenset((a, b))
+        for connection in self._between(pair):
+            self._expire(connection)
+        self._cut_since.pop(pair, None)
+        self._wake(pair)
+
+    def crash(self, peer_id: str) -> None:
+        """Kill a host: its handlers are cancelled, its connections break, nobody answers."""
+        host = self._hosts.pop(peer_id, None)
+        if host is None:
+            return
+        for connection in list(host._connections.values()):
+            connection.break_(f"the connection to {peer_id} was lost")
+        host._nursery.cancel_scope.cancel()
+
+    def _find(self, address: str) -> MemoryNetwork | None:
+        place = address.rpartition("/p2p/")[0]
+        for host in self._hosts.values():
+            if host._address.rpartition("/p2p/")[0] == place:
+                return host
+        return None
+
+    def _link(self, source: str, target: str) -> _Link:
+        link = self._links.get((source, target))
+        if link is None:
+            latency, bandwidth = self._latency_s, self._bandwidth
+            for name in (source, target):
+                own_latency, own_bandwidth = self._defaults.get(name, (None, None))
+                if own_latency is not None:
+                    latency = max(latency, own_latency)
+                if own_bandwidth is not None:
+                    bandwidth = own_bandwidth if bandwidth is None else min(bandwidth, own_bandwidth)
+            link = self._links[(source, target)] = _Link(latency, bandwidth)
+        return link
+
+    def _between(self, pair: frozenset[str]) -> list[_Connection]:
+        found = []
+        for name in pair:
+            host = self._hosts.get(name)
+            for connection in host._connections.values() if host else ():
+                if connection.ends == pair and connection not in found:
+                    found.append(connection)
+        return found
+
+    def _wake(self, pair: frozenset[str]) -> None:
+        for connection in self._between(pair):
+            for pipe in connection.pipes:
+                pipe.wake()
+
+    def _is_cut(self, connection: _Connection) -> bool:
+        return connection.ends in self._cut_since
+
+    def _expiry(self, connection: _Connection) -> float:
+        since = self._cut_since.get(connection.ends)
+        return float("inf") if since is None else since + DEAD_AFTER_S
+
+    def _expire(self, connection: _Connection) -> None:
+        if not connection.broken and trio.current_time() >= self._expiry(connection):
+            connection.break_(f"no sign of life for {DEAD_AFTER_S:.0f} s: the connection is lost")
