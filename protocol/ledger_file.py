@@ -1,0 +1,134 @@
+"""``ledger.bin``: a whole ledger in one file, enough for an audit without the coordinator.
+
+Layout: the 20 bytes ``barnraise-ledger-1\\r\\n``, then records of one kind byte, a
+big-endian length of four bytes and a MessagePack body: ``S`` the signed run spec
+(exactly one, first), ``H`` signed tree heads, ``E`` entries in order. Heads come
+before entries, so that a reader may stream the entries.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from barnraise.protocol import wire
+from barnraise.protocol.errors import MalformedError, StorageError
+from barnraise.protocol.ledger import LedgerEntry, LedgerReport, decode_entry, encode_entry, verify_ledger
+from barnraise.protocol.messages import Signed
+
+MAGIC = b"barnraise-ledger-1\r\n"
+_SPEC, _HEAD, _ENTRY = b"S", b"H", b"E"
+_LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _ENTRY: 4 * 1024}
+_MAX_HEADS = 65_536
+
+
+@dataclass(frozen=True)
+class LedgerFile:
+    """An open ledger file. ``entries`` streams once, and raises MalformedError where the file is damaged."""
+
+    run_spec: Signed
+    heads: tuple[Signed, ...]
+    entries: Iterator[LedgerEntry]
+
+
+def write_ledger(
+    path: Path, run_spec: Signed, heads: Sequence[Signed], entries: Iterable[LedgerEntry]
+) -> None:
+    """Write a ledger file atomically.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            with partial.open("xb") as file:
+                file.write(MAGIC)
+                file.write(_record(_SPEC, wire.encode(run_spec)))
+                for head in heads:
+                    file.write(_record(_HEAD, wire.encode(head)))
+                for entry in entries:
+                    file.write(_record(_ENTRY, encode_entry(entry)))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write the ledger to {path} ({error.strerror})") from None
+
+
+@contextmanager
+def open_ledger(path: Path) -> Iterator[LedgerFile]:
+    """Open a ledger file for one pass over its entries.
+
+    Raises:
+        StorageError: the file cannot be read.
+        MalformedError: it is no ledger file, or its spec or heads are damaged.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StorageError(f"cannot read the ledger {path} ({error.strerror})") from None
+    with file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise MalformedError(f"{path} is no ledger file of this version (it does not begin as one)")
+        records = _records(file)
+        kind, body = next(records, (b"", b""))
+        if kind != _SPEC:
+            raise MalformedError(f"{path}: the signed run spec is missing from the start of the file")
+        run_spec = wire.decode(body, Signed)
+        heads: list[Signed] = []
+        first = next(records, None)
+        while first is not None and first[0] == _HEAD:
+            if len(heads) == _MAX_HEADS:
+                raise MalformedError(f"{path}: more than {_MAX_HEADS} tree heads")
+            heads.append(wire.decode(first[1], Signed))
+            first = next(records, None)
+        yield LedgerFile(run_spec, tuple(heads), _entries(first, records))
+
+
+def verify_ledger_file(path: Path, receipts: Sequence[Signed] = ()) -> LedgerReport:
+    """Audit a ledger file offline (see ``ledger.verify_ledger``). Nothing else is needed.
+
+    Raises:
+        StorageError: the file cannot be read.
+        MalformedError, SignatureError: it is no ledger file, or its run spec is not to be believed.
+    """
+    with open_ledger(path) as ledger:
+        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts)
+
+
+def _record(kind: bytes, body: bytes) -> bytes:
+    return kind + len(body).to_bytes(4, "big") + body
+
+
+def _records(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
+    while header := file.read(5):
+        kind, length = header[:1], int.from_bytes(header[1:], "big")
+        limit = _LIMITS.get(kind)
+        if limit is None or len(header) < 5:
+            raise MalformedError("the file is damaged: a record has no known kind, or ends in its header")
+        if length > limit:
+            raise MalformedError(f"the file is damaged: a record claims {length} bytes, more than {limit}")
+        body = file.read(length)
+        if len(body) < length:
+            raise MalformedError("the file is cut short: its last record is incomplete")
+        yield kind, body
+
+
+def _entries(
+    first: tuple[bytes, bytes] | None, records: Iterator[tuple[bytes, bytes]]
+) -> Iterator[LedgerEntry]:
+    record = first
+    while record is not None:
+        kind, body = record
+        if kind != _ENTRY:
+            raise MalformedError("the file is damaged: a spec or tree head stands among the entries")
+        yield decode_entry(body)
+        record = next(records, None)

@@ -1,0 +1,195 @@
+"""An append-only Merkle log: RFC 6962 hashes (SHA-256), proofs as in RFC 9162, sans-I/O.
+
+``MerkleLog`` keeps the hash of every complete subtree, one flat array per level: 64
+bytes a leaf in all, an append touches O(log n) of them, and root and proofs of *any*
+earlier size come out in O(log^2 n). The ``verify_*`` functions need no log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+HASH_BYTES = 32
+EMPTY_ROOT = hashlib.sha256(b"").digest()
+
+
+def leaf_hash(leaf: bytes) -> bytes:
+    """Hash of one entry (RFC 6962, section 2.1: the prefix keeps leaves and nodes apart)."""
+    return hashlib.sha256(b"\0" + leaf).digest()
+
+
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """Hash of an inner node from those of its children."""
+    return hashlib.sha256(b"\1" + left + right).digest()
+
+
+class MerkleLog:
+    """The log's hashes; the entries themselves are kept by the caller."""
+
+    def __init__(self) -> None:
+        self._levels: list[bytearray] = [bytearray()]  # level k, hash i: leaves [i * 2^k, (i + 1) * 2^k)
+
+    def __len__(self) -> int:
+        return len(self._levels[0]) // HASH_BYTES
+
+    def append(self, leaf: bytes) -> int:
+        """Add an entry's bytes and return its index."""
+        index = count = len(self)
+        digest = leaf_hash(leaf)
+        self._levels[0] += digest
+        level = 0
+        while count & 1:  # the new node is a right child: its parent is complete
+            digest = node_hash(self._node(level, count - 1), digest)
+            level += 1
+            count >>= 1
+            if level == len(self._levels):
+                self._levels.append(bytearray())
+            self._levels[level] += digest
+        return index
+
+    def root(self, size: int | None = None) -> bytes:
+        """Root of the first ``size`` entries (all of them by default).
+
+        Raises:
+            IndexError: the log has fewer entries.
+        """
+        size = len(self) if size is None else size
+        self._check(size)
+        return self._range(0, size) if size else EMPTY_ROOT
+
+    def inclusion_proof(self, index: int, size: int | None = None) -> tuple[bytes, ...]:
+        """Proof that entry ``index`` is in the log of ``size`` entries: sibling hashes, leaf to root.
+
+        Raises:
+            IndexError: no such entry or size.
+        """
+        size = len(self) if size is None else size
+        self._check(size)
+        if not 0 <= index < size:
+            raise IndexError(f"entry {index} is not in a log of {size} entries")
+        path = []
+        start, end = 0, size
+        while end - start > 1:
+            middle = start + _split(end - start)
+            if index < middle:
+                path.append(self._range(middle, end))
+                end = middle
+            else:
+                path.append(self._range(start, middle))
+                start = middle
+        return tuple(reversed(path))
+
+    def consistency_proof(self, first: int, second: int | None = None) -> tuple[bytes, ...]:
+        """Proof that the log of ``second`` entries extends that of ``first``; empty if either is trivial.
+
+        Raises:
+            IndexError: not 0 <= first <= second <= size of the log.
+        """
+        second = len(self) if second is None else second
+        self._check(second)
+        if not 0 <= first <= second:
+            raise IndexError(f"no consistency proof from {first} to {second} entries")
+        if first in (0, second):
+            return ()
+        path = []
+        start, end = 0, second
+        while end != first:
+            middle = start + _split(end - start)
+            if first <= middle:
+                path.append(self._range(middle, end))
+                end = middle
+            else:
+                path.append(self._range(start, middle))
+                start = middle
+        if start:  # otherwise the subtree is the old log itself, whose root the verifier has
+            path.append(self._range(start, end))
+        return tuple(reversed(path))
+
+    def _check(self, size: int) -> None:
+        if not 0 <= size <= len(self):
+            raise IndexError(f"the log has {len(self)} entries, not {size}")
+
+    def _node(self, level: int, index: int) -> bytes:
+        return bytes(self._levels[level][index * HASH_BYTES : (index + 1) * HASH_BYTES])
+
+    def _range(self, start: int, end: int) -> bytes:
+        """Hash of leaves [start, end); start is a multiple of the power of two at or above the width."""
+        width = end - start
+        if width & (width - 1) == 0:
+            level = width.bit_length() - 1
+            return self._node(level, start >> level)
+        middle = start + _split(width)
+        return node_hash(self._range(start, middle), self._range(middle, end))
+
+
+def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
+    """Whether ``proof`` shows that the entry ``leaf`` (its bytes) has ``index`` in a log of ``size`` entries.
+
+    ``root`` is that log's root. RFC 9162, section 2.1.3.2. Never raises on hostile proofs.
+    """
+    if not 0 <= index < size or not _well_formed(proof):
+        return False
+    node, last = index, size - 1
+    digest = leaf_hash(leaf)
+    for sibling in proof:
+        if last == 0:
+            return False
+        if node & 1 or node == last:
+            digest = node_hash(sibling, digest)
+            while node and not node & 1:
+                node >>= 1
+                last >>= 1
+        else:
+            digest = node_hash(digest, sibling)
+        node >>= 1
+        last >>= 1
+    return last == 0 and digest == root
+
+
+def verify_consistency(
+    first: int, second: int, first_root: bytes, second_root: bytes, proof: Sequence[bytes]
+) -> bool:
+    """Whether ``proof`` shows that the log of ``second`` entries only appended to that of ``first``.
+
+    RFC 9162, section 2.1.4.2; any log extends the empty one. Never raises on hostile proofs.
+    """
+    if not 0 <= first <= second or not _well_formed(proof):
+        return False
+    if first == second:
+        return not proof and first_root == second_root
+    if first == 0:
+        return not proof and first_root == EMPTY_ROOT
+    path = list(proof)
+    if first & (first - 1) == 0:
+        path.insert(0, first_root)
+    if not path:
+        return False
+    node, last = first - 1, second - 1
+    while node & 1:
+        node >>= 1
+        last >>= 1
+    old = new = path[0]
+    for sibling in path[1:]:
+        if last == 0:
+            return False
+        if node & 1 or node == last:
+            old = node_hash(sibling, old)
+            new = node_hash(sibling, new)
+            while node and not node & 1:
+                node >>= 1
+                last >>= 1
+        else:
+            new = node_hash(new, sibling)
+        node >>= 1
+        last >>= 1
+    return last == 0 and old == first_root and new == second_root
+
+
+def _split(width: int) -> int:
+    """Largest power of two smaller than ``width`` (>= 2)."""
+    return 1 << ((width - 1).bit_length() - 1)
+
+
+def _well_formed(proof: Sequence[bytes]) -> bool:
+    return len(proof) <= 64 and all(len(item) == HASH_BYTES for item in proof)

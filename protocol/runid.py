@@ -1,0 +1,26 @@
+"""A run's name is the hash of its spec; its spec is believed once its own operator's key signed it."""
+
+from __future__ import annotations
+
+from barnraise.protocol.envelope import content_id, open_signed
+from barnraise.protocol.errors import SignatureError
+from barnraise.protocol.messages import Signed
+from barnraise.protocol.spec import RunSpec
+
+
+def run_id(signed_spec: Signed) -> bytes:
+    """Return the run's id: the SHA-256 of the spec's canonical bytes (32 bytes)."""
+    return content_id(signed_spec)
+
+
+def open_run_spec(signed: Signed) -> RunSpec:
+    """Check that a run spec is signed by the operator it names, and return it.
+
+    Raises:
+        SignatureError: signed by somebody else, or altered.
+        MalformedError: properly signed, but not a run spec that this version can read.
+    """
+    spec = open_signed(signed, RunSpec, None)
+    if spec.operator != signed.signer:
+        raise SignatureError("the run spec names one operator and is signed by another: do not trust it")
+    return spec
