@@ -1,0 +1,126 @@
+"""Text to token ids and back, the same on every side.
+
+``plain``: the prompt's text alone, no special tokens. ``chat``: the tokenizer's own
+chat template over (system prompt, prompt), ready for the answer. Read from
+``tokenizer.json`` and ``tokenizer_config.json``: no code from the model's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from barnraise.kernels.models import ModelError, read_json
+from barnraise.protocol.spec import EnvironmentSpec
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+class Codec:
+    """Prompts to tokens and completions to text for one environment.
+
+    Attributes:
+        eos_token: the id that ends a completion (what ``ModelSpec.eos_token`` holds).
+        vocabulary: how many ids the tokenizer knows (a model may have more rows).
+    """
+
+    def __init__(self, folder: Path, environment: EnvironmentSpec) -> None:
+        """Read the tokenizer in ``folder``.
+
+        Raises:
+            ModelError: no or a damaged tokenizer, no end-of-sequence token, or no chat
+                template where the environment wants one.
+        """
+        self._environment = environment
+        self._tokenizer = _read_tokenizer(folder)
+        self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.eos_token: int = _eos_token(folder, self._tokenizer)
+        self._chat: Any = None
+        if environment.prompt_format == "chat":
+            self._chat = _chat_tokenizer(folder)
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Token ids of a task's prompt, at least one.
+
+        Raises:
+            ModelError: nothing is left of the prompt, or the chat template fails on it.
+        """
+        if self._chat is None:
+            ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        else:
+            ids = self._encode_chat(prompt)
+        if not ids:
+            raise ModelError(f"the tokenizer turns the prompt {prompt[:40]!r} into no tokens at all")
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a completion without special tokens; ids that the tokenizer does not know are left out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def _encode_chat(self, prompt: str) -> list[int]:
+        messages = [{"role": "user", "content": prompt}]
+        if self._environment.system_prompt:
+            messages.insert(0, {"role": "system", "content": self._environment.system_prompt})
+        try:
+            text: str = self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's author: whatever it raises
+            raise ModelError(f"the model's chat template fails on {prompt[:40]!r}: {error}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is missing; the model needs a fast tokenizer "
+            "(save it with transformers' AutoTokenizer.save_pretrained)"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the bindings raise plain Exception
+        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _eos_token(folder: Path, tokenizer: Any) -> int:
+    """``tokenizer_config.json``'s end token; else the first end id of the generation or model config."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        token = read_json(settings).get("eos_token")
+        if isinstance(token, dict):  # the form of an AddedToken
+            token = token.get("content")
+        if isinstance(token, str) and (known := tokenizer.token_to_id(token)) is not None:
+            return int(known)
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            first = value[0] if isinstance(value, list) and value else value
+            if type(first) is int and first >= 0:
+                return first
+    raise ModelError(
+        f"the tokenizer in {folder} names no end-of-sequence token; set eos_token in tokenizer_config.json"
+    )
+
+
+def _chat_tokenizer(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not chat.chat_template:
+        raise ModelError(f"the tokenizer in {folder} has no chat template; use prompt format 'plain'")
+    return chat
