@@ -196,6 +196,11 @@ class DiskStore:
         with self._lock:
             self._pins.pop(owner, None)
 
+    def sweep(self) -> None:
+        """Delete every shard of the store's own that nobody has pinned."""
+        with self._lock:
+            self._evict(lambda: False)
+
     def adopt(self, path: Path, shards: Iterable[tuple[bytes, int, int]]) -> None:
         """Serve shards from inside ``path`` and delete their own files.
 

@@ -1,0 +1,209 @@
+"""Policy versions on a node's disk: fetched, assembled whole, kept while used, the oldest deleted.
+
+``<folder>/v000012/`` holds the files, ``<folder>/v000012.manifest`` the signed
+manifest. Shards come from the store, then live in the assembled files alone: the
+store adopts them there, so that nothing lies on the disk twice once a version is
+complete. What a crash leaves is resumed from: shards in the store and in damaged
+version folders are re-hashed, and only the rest is fetched (R23).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import trio
+
+from barnraise.node.weights import Fetcher
+from barnraise.protocol.envelope import content_id
+from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.manifest import (
+    assemble,
+    check_manifest,
+    entry_shards,
+    folder_matches,
+    manifest_bytes,
+    manifest_shards,
+    remove_parts,
+    version_name,
+)
+from barnraise.protocol.messages import Manifest, Signed
+from barnraise.protocol.shards import off_loop
+from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.store import DiskStore
+from barnraise.protocol.wire import decode, encode
+
+KEEP = 3
+_VERSION = re.compile(r"v([0-9]{6,10})")
+_TRASH = ".trash-"
+_MAX_MANIFEST = 16 * 1024 * 1024
+
+
+class Versions:
+    """The versions of one run under ``folder``, the newest ``keep`` of them.
+
+    Opening adopts what is there into ``store`` (blocking, but nothing is hashed yet).
+
+    Raises:
+        StorageError: the folder cannot be made or read.
+    """
+
+    def __init__(
+        self, folder: Path, store: DiskStore, spec: RunSpec, run_id: bytes, *, keep: int = KEEP
+    ) -> None:
+        self.folder = folder
+        self._store = store
+        self._spec = spec
+        self._run_id = run_id
+        self._keep = keep
+        self._whole: dict[int, bytes] = {}  # checked since opening -> content id of its manifest
+        self._held: Counter[int] = Counter()
+        self._busy = trio.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_parts(folder)
+            for path in folder.glob(f"{_TRASH}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            for version in self.on_disk():
+                manifest = self._saved_manifest(version)
+                if manifest is not None:
+                    self._adopt(manifest)
+        except OSError as error:
+            raise StorageError(f"cannot use the version folder {folder}: {error}") from error
+
+    def on_disk(self) -> list[int]:
+        """The versions that have a folder, oldest first."""
+        found = (_VERSION.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, version: int) -> Path:
+        """Where a version's files lie, or would lie."""
+        return self.folder / version_name(version)
+
+    def is_ready(self, version: int) -> bool:
+        """Whether the version is whole and was checked since opening."""
+        return version in self._whole
+
+    async def ensure(
+        self,
+        signed: Signed,
+        fetcher: Fetcher,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Path:
+        """Return the folder with the version that the signed manifest describes, fetching what is missing.
+
+        ``progress(done, total)`` counts bytes that are verified and on disk. One
+        call at a time runs, others wait. Cancelled, it loses nothing: shards stay
+        in the store. Other versions beyond the newest ``keep`` are deleted at the
+        end unless held.
+
+        Raises:
+            SignatureError, MalformedError: the manifest is not to be believed.
+            StorageError: too little disk, or it refused.
+            PeerError: no source is left.
+        """
+        manifest = check_manifest(signed, self._spec, self._run_id)
+        async with self._busy:
+            if self._whole.get(manifest.version) != content_id(signed):
+                owner = f"fetch {version_name(manifest.version)}"
+                self._store.pin(owner, (digest for digest, _ in manifest_shards(manifest)))
+                try:
+                    await self._complete(signed, manifest, fetcher, progress)
+                finally:
+                    self._store.unpin(owner)
+                self._whole[manifest.version] = content_id(signed)
+                await off_loop(manifest_bytes(manifest), lambda: self._prune(manifest.version))
+        return self.path(manifest.version)
+
+    @contextmanager
+    def hold(self, version: int) -> Iterator[Path]:
+        """While inside, the version's folder is not deleted."""
+        self._held[version] += 1
+        try:
+            yield self.path(version)
+        finally:
+            self._held[version] -= 1
+
+    async def _complete(
+        self,
+        signed: Signed,
+        manifest: Manifest,
+        fetcher: Fetcher,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        size = manifest_bytes(manifest)
+        folder = self.path(manifest.version)
+        shards = dict(manifest_shards(manifest))
+        total = sum(shards.values())
+        if not await off_loop(size, lambda: folder_matches(manifest, folder)):
+            missing = await off_loop(
+                size, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
+            )
+            self._store.ensure_room(sum(missing.values()), scratch=size)
+            done = total - sum(missing.values())
+            progress(done, total)
+
+            def received(more: int) -> None:
+                nonlocal done
+                done += more
+                progress(done, total)
+
+            await fetcher.fetch(manifest, missing, received)
+            await off_loop(size, lambda: assemble(manifest, self._store.get, folder))
+        await off_loop(size, lambda: self._settle(signed, manifest))
+        progress(total, total)
+
+    def _settle(self, signed: Signed, manifest: Manifest) -> None:
+        path = self._manifest_path(manifest.version)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(encode(signed))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error}") from error
+        self._adopt(manifest)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        folder = self.path(manifest.version)
+        for entry in manifest.files:
+            self._store.adopt(folder / entry.path, entry_shards(entry, manifest.shard_size))
+
+    def _prune(self, current: int) -> None:
+        """Delete old versions, and what abandoned downloads left in the store."""
+        versions = self.on_disk()
+        for version in versions[: -self._keep]:
+            if version == current or self._held[version] > 0:
+                continue
+            folder = self.path(version)
+            self._whole.pop(version, None)
+            self._store.disown(folder)
+            self._manifest_path(version).unlink(missing_ok=True)
+            trash = self.folder / f"{_TRASH}{folder.name}"
+            try:
+                folder.rename(trash)  # so that no reader ever sees half a version
+            except OSError:
+                trash = folder
+            shutil.rmtree(trash, ignore_errors=True)
+        if current == versions[-1]:
+            self._store.sweep()
+
+    def _manifest_path(self, version: int) -> Path:
+        return self.folder / f"{version_name(version)}.manifest"
+
+    def _saved_manifest(self, version: int) -> Manifest | None:
+        path = self._manifest_path(version)
+        try:
+            if path.stat().st_size > _MAX_MANIFEST:
+                return None
+            manifest = check_manifest(decode(path.read_bytes(), Signed), self._spec, self._run_id)
+        except (OSError, BarnraiseError):
+            return None  # the version is checked against a fresh manifest when it is next wanted
+        return manifest if manifest.version == version else None
