@@ -1,0 +1,60 @@
+# Everything happens in .venv; each target sets up what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := protocol kernels node coordinator tui
+# A strict editable install links files one by one, so a new or removed file means linking again.
+LAYOUT := $(shell find $(SOURCES) -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+LINKED := $(VENV)/.linked-$(LAYOUT)
+# One thread per numeric library: the suite runs two processes on two cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test lint types check clean
+
+help:
+	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 5 minutes)"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff and the import rules"
+	@echo "make types   mypy --strict"
+	@echo "make check   lint, types and test"
+	@echo "make install only set up .venv"
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Barnraise needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.dependencies: $(VENV)/.python pyproject.toml setup.cfg constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+		--config-settings editable_mode=strict -e '.[dev]'
+	@rm -f $(VENV)/.linked-*
+	@touch $@
+
+$(LINKED): $(VENV)/.dependencies
+	@rm -rf build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--config-settings editable_mode=strict -e .
+	@rm -f $(VENV)/.linked-* && touch $@
+
+install: $(LINKED)
+
+demo: install
+	$(BIN)/barnraise demo $(ARGS)
+
+test: install
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --config setup.cfg
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

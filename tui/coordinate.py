@@ -1,0 +1,30 @@
+"""``barnraise coordinator``: serve a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+app = typer.Typer(help="Serve a run to volunteers.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Serve a run to volunteers."""
+
+
+@app.command(epilog="Example: barnraise coordinator run ./my-run --listen /ip4/0.0.0.0/tcp/4001")
+def run(
+    folder: Path = typer.Argument(..., metavar="DIR", help="A run folder made by 'barnraise run init'."),
+    listen: list[str] = typer.Option(
+        ["/ip4/0.0.0.0/tcp/4001"], "--listen", metavar="ADDR", help="Multiaddr to listen on; may be repeated."
+    ),
+    threads: int = typer.Option(
+        1, "--threads", min=1, max=1024, help="Threads each for verifier and learner."
+    ),
+) -> None:
+    """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
+    from barnraise.coordinator.main import run_from_folder
+
+    raise typer.Exit(run_from_folder(folder, listen=tuple(listen), threads=threads))

@@ -1,0 +1,204 @@
+"""``barnraise demo``: the whole system on one machine, every part real.
+
+A run is made, then one coordinator and some nodes run as separate processes that
+talk libp2p over loopback, exactly as ``barnraise coordinator run`` and ``barnraise
+join`` start them. This process only starts, watches, restarts and ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.live import Live
+
+from barnraise.protocol.control import read_state
+from barnraise.protocol.errors import BarnraiseError
+from barnraise.tui.console import console, duration, is_plain
+from barnraise.tui.demo_processes import Supervisor, barnraise, last_lines
+from barnraise.tui.demo_report import report, summary_lines
+from barnraise.tui.demo_view import State, panel, plain_line
+
+EXAMPLES = (
+    "Example: barnraise demo --seed 1 --keep ./demo-run   "
+    "(afterwards: barnraise ledger show ./demo-run/run, barnraise status ./demo-run/run)"
+)
+REFRESH_S = 0.5
+PLAIN_EVERY_S = 5.0
+START_PATIENCE_S = 90.0
+
+
+def demo(
+    seed: int = typer.Option(0, "--seed", min=0, max=2**31, help="Seed of the model, the tasks and the run."),
+    nodes: int = typer.Option(3, "--nodes", min=1, max=16, help="How many volunteers to start."),
+    minutes: float = typer.Option(
+        0.0, "--minutes", min=0.0, help="Stop training after this long (0: 6, or 30 for smollm2)."
+    ),
+    model: str = typer.Option(
+        "demo", "--model", help="'demo' (1 M parameters, learns in minutes) or 'smollm2' (135 M)."
+    ),
+    versions: int = typer.Option(
+        0, "--versions", min=0, help="Policy versions to publish (0: the preset's)."
+    ),
+    keep: Path | None = typer.Option(
+        None, "--keep", metavar="DIR", help="Keep run, nodes and logs in DIR (new or empty)."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object as the last line."),
+    plain: bool = typer.Option(False, "--plain", help="Lines instead of a live table."),
+) -> None:
+    """Raise a model on this machine: one coordinator, three volunteers, a few minutes."""
+    if model not in ("demo", "smollm2"):
+        raise typer.BadParameter(f"'{model}' is neither 'demo' nor 'smollm2'", param_hint="--model")
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise typer.BadParameter(f"{keep} exists and is not an empty folder", param_hint="--keep")
+    minutes = minutes or (6.0 if model == "demo" else 30.0)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say: Callable[[str], None] = lambda text: typer.echo(text, err=as_json)  # noqa: E731
+    with tempfile.TemporaryDirectory(prefix="barnraise-demo-") as scratch:
+        folder = keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        raise typer.Exit(
+            _demo(folder, model, seed, nodes, minutes, versions, as_json, is_plain(plain or as_json), say)
+        )
+
+
+def _demo(
+    folder: Path,
+    model: str,
+    seed: int,
+    count: int,
+    minutes: float,
+    versions: int,
+    as_json: bool,
+    plain: bool,
+    say: Callable[[str], None],
+) -> int:
+    started = time.monotonic()
+    run = folder / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    _make_run(run, model, seed, versions, environment, say)
+    with Supervisor(environment) as supervisor:
+        supervisor.start(
+            "coordinator",
+            barnraise("coordinator", "run", str(run), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1"),
+            folder / "logs" / "coordinator.log",
+        )
+        address = _wait_for_address(supervisor, run)
+        say(f"coordinator ready at {address}")
+        homes = {f"node-{index + 1}": folder / f"node-{index + 1}" for index in range(count)}
+        for name, home in homes.items():
+            command = barnraise("join", address, "--yes", "--name", name, "--threads", "1")
+            command += [
+                "--data",
+                str(home),
+                "--key",
+                str(home / "node.key"),
+                "--listen",
+                "/ip4/127.0.0.1/tcp/0",
+            ]
+            supervisor.start(name, command, folder / "logs" / f"{name}.log")
+        final = _watch(supervisor, run, homes, started, minutes * 60, plain, say)
+    result = report(run, final, model, seed, count, time.monotonic() - started)
+    for line in summary_lines(result):
+        say(line)
+    say(f"run folder: {folder}" if folder.exists() and run.exists() else "")
+    if as_json:
+        typer.echo(json.dumps(result, sort_keys=True))
+    return 0 if result["ledger_ok"] and result["versions"] > 0 else 1
+
+
+def _make_run(
+    run: Path, model: str, seed: int, versions: int, environment: dict[str, str], say: Callable[[str], None]
+) -> None:
+    """``barnraise run init`` in a process of its own: torch's memory goes when it ends."""
+    command = barnraise("run", "init", str(run), "--model", model, "--seed", str(seed))
+    if versions:
+        command += ["--versions", str(versions)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    tail: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail.append(line.rstrip())
+            say(line.rstrip())
+        if process.wait() != 0:
+            raise BarnraiseError(f"the run could not be made: {tail[-1] if tail else 'no output'}")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for_address(supervisor: Supervisor, run: Path) -> str:
+    deadline = time.monotonic() + START_PATIENCE_S
+    coordinator = supervisor.members[0]
+    while time.monotonic() < deadline:
+        state = state_of(run)
+        if state and state.get("address"):
+            return str(state["address"])
+        if coordinator.process.poll() is not None:
+            break
+        time.sleep(0.2)
+    raise BarnraiseError(f"the coordinator did not start: {last_lines(coordinator.log, 1) or 'no output'}")
+
+
+def state_of(folder: Path) -> State | None:
+    """The state tree pushed by the process that owns ``folder``, or None while it is not up."""
+    try:
+        return read_state(folder / "control.sock")
+    except (BarnraiseError, OSError):
+        return None
+
+
+def _watch(
+    supervisor: Supervisor,
+    run: Path,
+    homes: dict[str, Path],
+    started: float,
+    limit_s: float,
+    plain: bool,
+    say: Callable[[str], None],
+) -> State:
+    """Show progress until the run is complete or time is up; return the coordinator's last state."""
+    final: State = {}
+    notes: list[str] = []
+    shown = 0.0
+    live = None if plain else Live(console=console(), refresh_per_second=4, transient=False)
+    if live:
+        live.start()
+    try:
+        while True:
+            state = state_of(run)
+            final = state or final
+            nodes = {name: state_of(home) for name, home in homes.items()}
+            now = time.monotonic()
+            for line in supervisor.revive():
+                notes.append(line)
+                if plain:
+                    say(line)
+            if live:
+                live.update(panel(state, nodes, now - started, notes))
+            elif now - shown >= PLAIN_EVERY_S:
+                shown = now
+                say(plain_line(state, nodes, now - started))
+            if final.get("complete") and state is not None:
+                return final
+            if now - started > limit_s:
+                say(f"time is up after {duration(now - started)} (--minutes)")
+                return final
+            if all(member.gave_up for member in supervisor.members):
+                raise BarnraiseError(f"every process died; see {supervisor.members[0].log}")
+            time.sleep(REFRESH_S)
+    finally:
+        if live:
+            live.stop()

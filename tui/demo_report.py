@@ -1,0 +1,70 @@
+"""What a demo came to: the summary on screen, and the same numbers as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from barnraise.protocol.errors import BarnraiseError
+from barnraise.tui import ledger
+from barnraise.tui.chart import draw_rewards
+from barnraise.tui.console import duration
+from barnraise.tui.demo_view import State
+
+
+def report(run: Path, final: State, model: str, seed: int, nodes: int, seconds: float) -> dict[str, Any]:
+    """Audit the ledger offline, draw the chart into the run folder, and gather the demo's numbers."""
+    accuracy = [(int(version), float(value)) for version, value in final.get("accuracy", [])]
+    rewards = [(int(version), float(value)) for version, value in final.get("rewards", [])]
+    problems: list[str] = []
+    balances: dict[str, int] = {}
+    try:
+        audit = ledger.report_fields(ledger.audit(run))
+        balances = audit["balances"]
+        problems = [problem["text"] for problem in audit["problems"]]
+        ledger_ok = bool(audit["ok"])
+    except BarnraiseError as error:
+        ledger_ok, problems = False, [str(error)]
+    charts = draw_rewards(rewards, accuracy, f"barnraise demo: {model}, seed {seed}, {nodes} nodes", run)
+    names = {row.get("peer_id"): row.get("name") for row in final.get("nodes", [])}
+    return {
+        "model": model,
+        "seed": seed,
+        "nodes": nodes,
+        "reward_before": accuracy[0][1] if accuracy else None,
+        "reward_after": accuracy[-1][1] if accuracy else None,
+        "versions": int(final.get("policy_version", 0)),
+        "accepted": int(final.get("accepted", 0)),
+        "rejected": int(final.get("rejected", 0)),
+        "rejections": final.get("rejections", {}),
+        "credit": {names.get(node) or node: credit for node, credit in balances.items()},
+        "ledger_ok": ledger_ok,
+        "ledger_problems": problems[:5],
+        "seconds": round(seconds, 1),
+        "training_seconds": final.get("training_seconds"),
+        "bytes_out": int(final.get("bytes_out", 0)),
+        "charts": [str(path) for path in charts],
+        "complete": bool(final.get("complete")),
+    }
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """The report for a person."""
+
+    def share(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.3f}"
+
+    lines = [
+        "",
+        f"held-out reward  {share(result['reward_before'])} before, {share(result['reward_after'])} after "
+        f"(greedy policy, tasks never trained on)",
+        f"policy versions  {result['versions']} published in {duration(result['seconds'])}",
+        f"submissions      {result['accepted']} accepted, {result['rejected']} rejected"
+        + (f" ({result['rejections']})" if result["rejections"] else ""),
+    ]
+    lines += [f"credit           {name}: {credit} Mflop" for name, credit in sorted(result["credit"].items())]
+    lines.append(
+        f"ledger           {'verified' if result['ledger_ok'] else 'WRONG: ' + '; '.join(result['ledger_problems'])}"
+    )
+    lines.append(f"chart            {result['charts'][0]}")
+    return lines

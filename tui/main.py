@@ -1,0 +1,86 @@
+"""The command line: one Typer application, one module per group of verbs.
+
+Whatever goes wrong becomes one line on stderr that names the cause and the cure.
+Exit codes: 0 done, 1 the work failed or a check found something wrong, 2 the
+command was not usable as given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
+from barnraise.tui import coordinate, demo, doctor, join, keys, ledger, runs, status
+
+app = typer.Typer(
+    name="barnraise",
+    help="Strangers lend their home GPUs, and together they raise one language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(runs.app, name="run")
+app.add_typer(coordinate.app, name="coordinator")
+app.add_typer(ledger.app, name="ledger")
+app.add_typer(keys.app, name="key")
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.command("join", epilog=join.EXAMPLES)(join.join)
+app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        try:
+            typer.echo(f"barnraise {installed('barnraise')}")
+        except PackageNotFoundError:
+            typer.echo("barnraise (not installed)")
+        raise typer.Exit
+
+
+def complain(message: str) -> None:
+    """One line on stderr, whatever the message's own layout."""
+    typer.echo("barnraise: " + " ".join(message.split()), err=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" (see '{context.command_path} --help')" if context else ""
+        text = error.format_message()
+        if text:
+            complain(text + hint)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        complain("interrupted")
+        return 130
+    except (RunFolderError, KeyFileError) as error:
+        complain(str(error))
+        return 2
+    except BarnraiseError as error:
+        complain(str(error))
+        return 1
+    except BrokenPipeError:
+        # The reader of our output (head, less) went away: not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
