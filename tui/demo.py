@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.live import Live
