@@ -208,6 +208,8 @@ def save_identity(identity: Identity, path: Path, overwrite: bool = False) -> No
         finally:
             os.close(folder)
     except FileExistsError:
+        if not path.exists():  # what exists is a file where the folder should be
+            raise KeyFileError(f"cannot write the key file {path}: {path.parent} is not a folder") from None
         raise KeyFileError(
             f"{path} exists and will not be overwritten: a lost key cannot be made again. "
             "Move it away first, or ask for overwriting"
