@@ -309,15 +309,20 @@ class MemorySwarm:
             raise ValueError(f"a host named {peer_id} runs already")
         self._defaults[peer_id] = (latency_s, bandwidth)
         self._count += 1
+        failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             host = MemoryNetwork(self, peer_id, nursery, self._count)
             self._hosts[peer_id] = host
             try:
                 yield host
+            except Exception as error:
+                failure = error
             finally:
                 if self._hosts.get(peer_id) is host:
                     self.crash(peer_id)
                 nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure  # the body's own, not wrapped in a group
 
     def link(self, a: str, b: str, *, latency_s: float, bandwidth: float | None = None) -> None:
         """Set both directions between ``a`` and ``b``."""
