@@ -1,0 +1,323 @@
+"""Carries out what the core decided: fetch, load, ask, generate, upload, give back.
+
+Every function ends in exactly one event, whatever happens inside it; only the
+cancellation of the whole daemon ends one without.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from barnraise.node.clock import duration
+from barnraise.node.context import Context
+from barnraise.node.engine import Generated, OutOfMemory, Progress, Work
+from barnraise.node.link import cause, open_lease
+from barnraise.node.model import (
+    Ask,
+    AskFailed,
+    EngineFailed,
+    EngineLoaded,
+    EngineStopped,
+    Fetch,
+    FetchDone,
+    FetchFailed,
+    FetchStopped,
+    Generate,
+    GiveBack,
+    Granted,
+    Load,
+    NoLease,
+    Returned,
+    Unit,
+    UnitDone,
+    UnitUnusable,
+    Upload,
+    Uploaded,
+    UploadFailed,
+)
+from barnraise.node.state import Transfer, UnitProgress
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import (
+    BarnraiseError,
+    ChildError,
+    MalformedError,
+    PeerError,
+    RefusedError,
+    SignatureError,
+)
+from barnraise.protocol.messages import (
+    MAX_SUBMISSION,
+    Acknowledged,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    RolloutSubmission,
+    SubmitRequest,
+)
+from barnraise.protocol.wire import printable
+
+PROGRESS_LINE_S = 5.0
+UPLOAD_TIMEOUT_S = 120.0
+BUSY_CODES = frozenset({"busy", "internal-error", "unavailable"})  # refusals that a retry may cure
+MEGABYTE = 1e6
+
+
+async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
+    """Bring the head version onto the disk."""
+    assert ctx.versions is not None
+    assert ctx.fetcher is not None
+    assert ctx.head is not None
+    head, version = ctx.head, ctx.head_version  # maybe newer than what was decided: never older
+    started = trio.current_time()
+    spoken = started
+    transfer: Transfer | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal transfer, spoken
+        now = trio.current_time()
+        if transfer is None:
+            transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
+        transfer.done = done
+        ctx.changed.set()
+        if now - spoken >= PROGRESS_LINE_S:
+            spoken = now
+            ctx.say(
+                f"fetching version {version}: {done / MEGABYTE:.1f} of {total / MEGABYTE:.1f} MB, "
+                f"{transfer.rate(now) / MEGABYTE:.2f} MB/s"
+            )
+
+    with scope:
+        try:
+            await ctx.versions.ensure(head, ctx.fetcher, progress)
+        except BarnraiseError as error:
+            ctx.say(f"version {version} could not be fetched: {error}", logging.WARNING)
+            ctx.feed(FetchFailed(str(error), ctx.jitter()))
+            return
+        except OSError as error:
+            ctx.say(f"version {version} could not be stored: {error}", logging.ERROR)
+            ctx.feed(FetchFailed(cause(error), ctx.jitter()))
+            return
+        finally:
+            ctx.fetch_scope = ctx.facts.transfer = None
+    if scope.cancelled_caught:
+        ctx.feed(FetchStopped())
+        return
+    elapsed = trio.current_time() - started
+    size = 0 if transfer is None else transfer.total
+    ctx.say(f"fetched version {version}: {size / MEGABYTE:.1f} MB in {duration(elapsed * 1000)}")
+    ctx.feed(FetchDone(version))
+
+
+async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
+    """Put a version into the engine."""
+    assert ctx.versions is not None
+    with scope:
+        try:
+            with ctx.versions.hold(action.version) as folder:
+                info = await ctx.engine.load(ctx.joined().spec, folder, action.version)
+        except Exception as error:
+            _engine_failed(ctx, error, f"loading version {action.version}")
+            return
+        finally:
+            ctx.engine_scope = None
+    if scope.cancelled_caught:
+        ctx.feed(EngineStopped(alive=False))
+        return
+    if ctx.facts.engine != info.name:
+        ctx.say(f"engine {printable(info.name)} on {printable(info.device)}")
+    ctx.facts.engine = printable(info.name, 64)
+    ctx.facts.device, ctx.facts.engine_memory = printable(info.device, 64), info.memory_bytes
+    ctx.feed(EngineLoaded(action.version))
+
+
+def _engine_failed(ctx: Context, error: Exception, doing: str) -> None:
+    """Report a failure of the engine; the node lives (R5)."""
+    memory = isinstance(error, OutOfMemory | MemoryError) or "out of memory" in str(error).lower()
+    reason = cause(error) if isinstance(error, BarnraiseError) else f"{cause(error)}"
+    if isinstance(error, OutOfMemory):
+        reason = f"out of memory{': ' if str(error) else ''}{error}"
+    ctx.say(f"the engine failed while {doing}: {printable(reason, 400)}", logging.WARNING)
+    if not isinstance(error, ChildError | OutOfMemory):
+        logging.getLogger("barnraise.node").debug("engine failure", exc_info=error)
+    alive = isinstance(error, OutOfMemory)
+    ctx.feed(EngineFailed(printable(reason, 400), memory, alive, ctx.jitter()))
+
+
+async def ask(ctx: Context, action: Ask) -> None:
+    """Ask for a unit at the loaded version."""
+    assert ctx.pending is not None
+    run = ctx.joined()
+    try:
+        reply = await ctx.live_session().request(
+            lambda number: LeaseRequest(id=number, policy_version=action.version), LeaseReply
+        )
+        if reply.lease is None:
+            ctx.feed(
+                NoLease(printable(reply.reason, 300) or "no work", reply.retry_after_ms / 1000, ctx.jitter())
+            )
+            return
+        key = ctx.identity.public_key
+        lease = open_lease(reply.lease, run, key, action.version, ctx.clock.coordinator_ms())
+    except RefusedError as error:
+        ctx.say(f"the coordinator refused a lease: {error}", logging.WARNING)
+        ctx.feed(AskFailed(printable(str(error), 300), ctx.jitter()))
+        return
+    except (SignatureError, MalformedError) as error:
+        ctx.say(f"refused a lease: {error}", logging.ERROR)
+        ctx.feed(AskFailed(str(error), ctx.jitter()))
+        return
+    except PeerError as error:
+        ctx.feed(AskFailed(str(error), ctx.jitter()))
+        return
+    if lease.lease_id in ctx.pending.lease_ids:
+        # It was sent again because our submission has not arrived yet: doing the work twice earns nothing.
+        ctx.feed(NoLease("the last submission is still on its way", 0.5, ctx.jitter()))
+        return
+    ctx.lease = lease
+    ctx.pending.keep_lease(reply.lease)
+    deadline = ctx.clock.local(lease.deadline_at, trio.current_time())
+    ctx.feed(Granted(Unit(lease.lease_id, lease.policy_version, lease.prompts, lease.group_size, deadline)))
+
+
+async def generate(ctx: Context, action: Generate, scope: trio.CancelScope) -> None:
+    """Have the unit's rollouts drawn, sign them, and keep them on disk."""
+    lease, unit = ctx.lease, action.unit
+    assert lease is not None
+    assert lease.lease_id == unit.lease_id
+    assert ctx.versions is not None
+    work = Work(
+        run_id=lease.run_id,
+        lease_id=lease.lease_id,
+        node=lease.node,
+        policy_version=lease.policy_version,
+        prompts=lease.prompts,
+        group_size=lease.group_size,
+        shrink=action.shrink,
+    )
+    rows = unit.prompts * unit.group_size
+    shown = ctx.facts.unit = UnitProgress(lease.unit_id, unit.version, rows, trio.current_time())
+    spoken = trio.current_time()
+    ctx.say(f"unit {lease.unit_id}: generating {rows} completions at version {unit.version}")
+
+    def progress(made: Progress) -> None:
+        nonlocal spoken
+        shown.completions, shown.tokens = made.completions, made.tokens
+        ctx.changed.set()
+        if trio.current_time() - spoken >= 2 * PROGRESS_LINE_S:
+            spoken = trio.current_time()
+            ctx.say(f"unit {lease.unit_id}: {made.completions} of {rows} completions, {made.tokens:,} tokens")
+
+    generated: Generated | None = None
+    with scope:
+        try:
+            with ctx.versions.hold(unit.version):
+                generated = await ctx.engine.generate(work, progress)
+        except Exception as error:
+            _engine_failed(ctx, error, f"generating unit {lease.unit_id}")
+            return
+        finally:
+            ctx.engine_scope = ctx.facts.unit = None
+    if generated is None or ctx.state.engine == "stopping":
+        ctx.feed(EngineStopped(alive=True))
+        return
+    _finish(ctx, action, generated)
+
+
+def _finish(ctx: Context, action: Generate, generated: Generated) -> None:
+    lease, unit = ctx.lease, action.unit
+    assert lease is not None
+    assert ctx.pending is not None
+    rows = unit.prompts * unit.group_size
+    if len(generated.rollouts) != rows:
+        text = f"the engine returned {len(generated.rollouts)} rollouts instead of {rows}"
+        ctx.feed(UnitUnusable(text, ctx.jitter()))
+        return
+    submission = sign(
+        RolloutSubmission(
+            run_id=lease.run_id,
+            lease_id=lease.lease_id,
+            policy_version=lease.policy_version,
+            engine=ctx.facts.engine or "engine",
+            generate_ms=min(2**31, max(0, round(generated.seconds * 1000))),
+            rollouts=generated.rollouts,
+        ),
+        ctx.identity,
+    )
+    try:
+        if len(submission.payload) > MAX_SUBMISSION:
+            raise MalformedError(
+                f"the unit's submission has {len(submission.payload)} bytes, {MAX_SUBMISSION} are allowed: "
+                "the operator has to cut smaller units"
+            )
+        submission_id = ctx.pending.add(submission, lease.lease_id)
+    except BarnraiseError as error:
+        ctx.say(f"unit {lease.unit_id} cannot be submitted: {error}", logging.ERROR)
+        ctx.feed(UnitUnusable(str(error), ctx.jitter()))
+        return
+    ctx.facts.units_done += 1
+    if generated.seconds > 0:
+        ctx.facts.tokens_per_s = generated.tokens / generated.seconds
+    ctx.say(
+        f"unit {lease.unit_id}: {rows} completions, {generated.tokens:,} tokens in {generated.seconds:.1f} s "
+        f"({len(submission.payload) / 1e3:.0f} kB to send)"
+    )
+    ctx.feed(UnitDone(submission_id))
+
+
+async def upload(ctx: Context, action: Upload) -> None:
+    """Send a submission; it stays on disk until it is acknowledged (R17)."""
+    assert ctx.pending is not None
+    submission = ctx.pending.get(action.submission_id)
+    if submission is None:
+        ctx.feed(Uploaded(action.submission_id, acknowledged=False))
+        return
+    try:
+        reply = await ctx.live_session().request(
+            lambda number: SubmitRequest(id=number, submission=submission),
+            Acknowledged,
+            timeout_s=UPLOAD_TIMEOUT_S,
+        )
+    except RefusedError as error:
+        if error.code in BUSY_CODES:
+            ctx.feed(UploadFailed(printable(str(error), 300), ctx.jitter()))
+            return
+        ctx.say(
+            f"a submission was refused ({printable(error.code)}): {printable(str(error), 300)}",
+            logging.WARNING,
+        )
+        ctx.pending.drop(action.submission_id)
+        ctx.feed(Uploaded(action.submission_id, acknowledged=False))
+        return
+    except MalformedError as error:
+        ctx.say(f"a submission cannot be sent: {error}", logging.ERROR)
+        ctx.pending.drop(action.submission_id)
+        ctx.feed(Uploaded(action.submission_id, acknowledged=False))
+        return
+    except PeerError as error:
+        ctx.feed(UploadFailed(str(error), ctx.jitter()))
+        return
+    ctx.pending.drop(action.submission_id)
+    if reply.duplicate:
+        ctx.say("a submission had arrived before; it counts once")
+    judged = action.submission_id in ctx.judged
+    ctx.feed(Uploaded(action.submission_id, acknowledged=not judged))
+
+
+async def give_back(ctx: Context, action: GiveBack) -> None:
+    """Return a lease unfinished; never a penalty."""
+    assert ctx.pending is not None
+    try:
+        await ctx.live_session().request(
+            lambda number: LeaseReturn(id=number, lease_id=action.lease_id, reason=action.reason),
+            Acknowledged,
+        )
+        ctx.say(f"gave a unit back: {action.reason}")
+    except RefusedError as error:
+        ctx.say(f"gave a unit back, which the coordinator had closed already: {printable(str(error), 200)}")
+    except PeerError:
+        ctx.feed(Returned(action.lease_id, done=False))
+        return
+    ctx.pending.clear_lease(action.lease_id)
+    ctx.feed(Returned(action.lease_id, done=True))

@@ -1,0 +1,325 @@
+"""Keeps the session with the coordinator: connect, join, heartbeats, what it pushes.
+
+One call of ``attend`` lives as long as one session; ending, however it ends, becomes
+one event, and the core decides when the next try is due.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from barnraise.node.context import Context
+from barnraise.node.link import Run, dial, greet, join
+from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Restored
+from barnraise.node.pending import PendingWork
+from barnraise.node.receipts import ReceiptBook
+from barnraise.node.versions import Versions
+from barnraise.node.weights import Source, SwarmFetcher
+from barnraise.protocol.errors import (
+    BarnraiseError,
+    MalformedError,
+    PeerError,
+    RefusedError,
+    SignatureError,
+    VersionError,
+)
+from barnraise.protocol.identity import fingerprint
+from barnraise.protocol.manifest import check_manifest
+from barnraise.protocol.messages import (
+    SHARD_PROTOCOL,
+    HeadPush,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    ManifestReply,
+    ManifestRequest,
+    Message,
+    NoticePush,
+    ReceiptPush,
+    ReceiptsReply,
+    ReceiptsRequest,
+    Signed,
+)
+from barnraise.protocol.session import Session
+from barnraise.protocol.shards import serve_shards
+from barnraise.protocol.wire import printable
+
+EXIT_VERSION = 3
+EXIT_UNTRUSTED = 4
+EXIT_DECLINED = 5
+HEARTBEAT_TIMEOUT_S = 15.0
+
+
+async def attend(ctx: Context, attempt: int) -> None:
+    """Hold one session from dialling to its end, then report why it ended."""
+    try:
+        reason = await _session(ctx, attempt)
+    except VersionError as error:
+        ctx.say(f"the coordinator speaks another protocol version: {error}", logging.ERROR)
+        ctx.feed(Fatal(str(error), EXIT_VERSION))
+        return
+    except BarnraiseError as error:
+        reason = str(error)
+    finally:
+        ctx.session = None
+    if ctx.state.stopped is None:
+        ctx.say(f"no session with the coordinator (try {attempt}): {reason}", logging.WARNING)
+    ctx.feed(LinkLost(reason, ctx.jitter()))
+
+
+async def _session(ctx: Context, attempt: int) -> str:
+    if attempt == 1:
+        ctx.say(f"connecting to {', '.join(ctx.config.addresses)}")
+    peer_id, address = await dial(ctx.network, ctx.config.addresses)
+    session = await greet(ctx.network, peer_id)
+    ctx.coordinator = ctx.facts.coordinator = peer_id
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.run)
+        try:
+            if not await _join(ctx, session, peer_id, address):
+                return "the run was not joined"
+            ctx.session = session
+            nursery.start_soon(_heartbeats, ctx, session)
+            await _catch_up_receipts(ctx, session)  # before pushes are read: no gap between the two
+            async for message in session.pushes:
+                _pushed(ctx, message)
+            return await session.wait_ended()
+        finally:
+            ctx.session = None
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 2.0):
+                await session.close()
+            nursery.cancel_scope.cancel()
+
+
+async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> bool:
+    sent = ctx.clock.wall_ms()
+    run, reply = await join(
+        session,
+        ctx.identity,
+        ctx.instance,
+        ctx.config.display_name,
+        ctx.facts.engine or "starting",
+        ctx.network.addresses,
+    )
+    try:
+        ctx.known.check(peer_id, run.spec.operator)
+    except SignatureError as error:
+        ctx.say(str(error), logging.ERROR)
+        ctx.feed(Fatal(str(error), EXIT_UNTRUSTED))
+        return False
+    if ctx.run is not None and ctx.run.run_id != run.run_id:
+        text = f"the coordinator now serves another run ({run.spec.name}): start again to join that one"
+        ctx.say(text, logging.ERROR)
+        ctx.feed(Fatal(text, EXIT_UNTRUSTED))
+        return False
+    if not await _agreed(ctx, run):
+        ctx.feed(Fatal("you chose not to join", EXIT_DECLINED))
+        return False
+    first = ctx.run is None
+    if first:
+        _enter(ctx, run)
+    measure(ctx, sent, reply.now)
+    _introduce(ctx, run, reply, address, first)
+    head = _believe_head(ctx, reply.head)
+    ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag))
+    return True
+
+
+async def _agreed(ctx: Context, run: Run) -> bool:
+    """Ask the person once per run, where there is a person to ask."""
+    if ctx.approve is None or ctx.known.approved(run.run_id):
+        return True
+    if not await ctx.approve(run.spec, run.run_id):
+        return False
+    ctx.known.approve(run.run_id)
+    return True
+
+
+def _enter(ctx: Context, run: Run) -> None:
+    """Open this run's folders; what an earlier process left is taken up again."""
+    ctx.facts.run, ctx.facts.run_id = printable(run.spec.name), run.run_id.hex()
+    folder = ctx.config.run_path(run.run_id)
+    ctx.pending = PendingWork(folder / "pending", run.run_id, ctx.identity.public_key)
+    ctx.receipts = ReceiptBook(
+        folder / "receipts.bin", run.spec.operator, run.run_id, ctx.identity.public_key
+    )
+    if ctx.receipts.repaired:
+        ctx.say(ctx.receipts.repaired, logging.WARNING)
+    ctx.versions = Versions(folder / "versions", ctx.store, run.spec, run.run_id)
+    ctx.fetcher = SwarmFetcher(
+        ctx.network,
+        ctx.store,
+        lambda version: _sources(ctx, version),
+        report=lambda peer, reason: ctx.say(f"peer {peer} is left: {reason}", logging.WARNING),
+        rng=ctx.rng,
+    )
+    ctx.network.set_handler(SHARD_PROTOCOL, serve_shards(ctx.store))
+    ctx.run = run
+    tally(ctx)
+    left = ctx.pending.left_lease()
+    leases = () if left is None or left in ctx.pending.lease_ids else (left,)
+    if ctx.pending.ids:
+        ctx.say(f"{len(ctx.pending.ids)} submission(s) of an earlier start will be sent again")
+    ctx.feed(Restored(ctx.pending.ids, leases))
+
+
+def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bool) -> None:
+    spec = run.spec
+    if not first:
+        ctx.say(f"back in run {printable(spec.name)} at {address}")
+        return
+    ctx.say(
+        f"joined run {printable(spec.name)} ({run.run_id.hex()[:16]}) at {address}: model "
+        f"{printable(spec.model.name)} with {spec.model.parameters:,} parameters, environment "
+        f"{printable(spec.environment.name)}, {spec.rollout.versions} versions, "
+        f"operator key {fingerprint(spec.operator)}"
+    )
+
+
+def _sources(ctx: Context, version: int) -> list[Source]:
+    sources = [Source(ctx.coordinator, ctx.config.addresses, origin=True)] if ctx.coordinator else []
+    for peer in ctx.peers:
+        sources.append(Source(peer.peer_id, peer.addresses, complete=peer.have_version == version))
+    return sources
+
+
+async def _heartbeats(ctx: Context, session: Session) -> None:
+    """Tell what we hold and do; learn the time, the head, and whom to ask for shards."""
+    while True:
+        sent = ctx.clock.wall_ms()
+        state = ctx.state
+        try:
+            reply = await session.request(
+                lambda number, state=state: HeartbeatRequest(  # type: ignore[misc]
+                    id=number, have_version=state.fetched, state=state.activity.name
+                ),
+                HeartbeatReply,
+                timeout_s=HEARTBEAT_TIMEOUT_S,
+            )
+            measure(ctx, sent, reply.now)
+            ctx.peers = tuple(
+                p for p in reply.peers if p.peer_id not in (ctx.network.peer_id, ctx.coordinator)
+            )
+            ctx.facts.peers = len(ctx.peers)
+            ctx.changed.set()
+            if reply.head_version > ctx.state.head:
+                answer = await session.request(
+                    lambda number: ManifestRequest(id=number), ManifestReply, timeout_s=HEARTBEAT_TIMEOUT_S
+                )
+                ctx.feed(HeadSeen(_believe_head(ctx, answer.head)))
+        except RefusedError as error:
+            ctx.say(f"the coordinator refused a heartbeat: {error}", logging.WARNING)
+        except PeerError:
+            await session.close()
+            return
+        await trio.sleep(ctx.config.heartbeat_s)
+
+
+async def _catch_up_receipts(ctx: Context, session: Session) -> None:
+    """Fetch the verdicts that we missed (R16), page by page."""
+    assert ctx.receipts is not None
+    try:
+        while True:
+            start = ctx.receipts.next_index
+            reply = await session.request(
+                lambda number, start=start: ReceiptsRequest(id=number, from_index=start),  # type: ignore[misc]
+                ReceiptsReply,
+            )
+            for signed in reply.receipts:
+                _receipt(ctx, signed)
+            if not reply.receipts or ctx.receipts.next_index <= start:
+                return
+    except RefusedError as error:
+        ctx.say(f"the coordinator refused to send our receipts: {error}", logging.WARNING)
+    except PeerError:
+        return  # the session is ending; the next one asks again
+
+
+def _pushed(ctx: Context, message: Message) -> None:
+    match message:
+        case HeadPush(head=head):
+            ctx.feed(HeadSeen(_believe_head(ctx, head)))
+        case ReceiptPush(receipt=receipt):
+            _receipt(ctx, receipt)
+        case NoticePush(code=code, message=text):
+            if code == "duplicate-key":
+                ctx.facts.duplicate_key = True
+            ctx.say(
+                f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", logging.WARNING
+            )
+
+
+def _believe_head(ctx: Context, head: Signed | None) -> int:
+    """Check a manifest; return the newest version believed so far."""
+    known = ctx.state.head
+    if head is None:
+        return known
+    run = ctx.joined()
+    try:
+        manifest = check_manifest(head, run.spec, run.run_id)
+    except (SignatureError, MalformedError) as error:
+        ctx.say(f"refused a manifest, staying at version {known}: {error}", logging.ERROR)
+        return known
+    if manifest.version > known or ctx.head is None:
+        ctx.head, ctx.head_version = head, manifest.version
+        if manifest.version > known >= 0:
+            ctx.say(f"version {manifest.version} was published")
+    return max(known, manifest.version)
+
+
+def _receipt(ctx: Context, signed: Signed) -> None:
+    assert ctx.receipts is not None
+    assert ctx.pending is not None
+    try:
+        receipt = ctx.receipts.add(signed)
+    except BarnraiseError as error:
+        ctx.say(f"a receipt was not kept: {error}", logging.ERROR)
+        return
+    if receipt is None:
+        return  # it was here already
+    if ctx.state.uploading != receipt.submission_id:
+        ctx.pending.drop(receipt.submission_id)
+    ctx.judged.append(receipt.submission_id)
+    ctx.feed(Judged(receipt.submission_id))
+    tally(ctx)
+    verdict = receipt.verdict
+    ctx.facts.last_verdict = {
+        "accepted": verdict.accepted,
+        "check": verdict.check,
+        "threshold": verdict.threshold,
+        "value": verdict.value,
+        "position": printable(verdict.position),
+        "message": printable(verdict.message),
+        "credit": receipt.credit,
+        "at_ms": receipt.issued_at,
+    }
+    if verdict.accepted:
+        ctx.say(f"unit accepted: {receipt.credit:,} credit earned, {ctx.facts.credit:,} in all")
+        return
+    where = f" at {printable(verdict.position)}" if verdict.position else ""
+    ctx.say(
+        f"unit rejected by check {printable(verdict.check)}{where}: value {verdict.value:g}, threshold "
+        f"{verdict.threshold:g}. {printable(verdict.message)}",
+        logging.WARNING,
+    )
+
+
+def tally(ctx: Context) -> None:
+    """Copy the receipts' sums into the facts."""
+    if ctx.receipts is not None:
+        ctx.facts.accepted, ctx.facts.rejected, ctx.facts.credit = ctx.receipts.totals
+
+
+def measure(ctx: Context, sent_ms: int, theirs_ms: int) -> None:
+    """Compare clocks, warn where a person should know, and move the lease's local deadline."""
+    now = trio.current_time()
+    for warning in ctx.clock.compare(sent_ms, ctx.clock.wall_ms(), theirs_ms, now):
+        ctx.say(warning, logging.WARNING)
+    ctx.facts.offset_ms = ctx.clock.offset_ms
+    unit, lease = ctx.state.unit, ctx.lease
+    if unit is not None and lease is not None and lease.lease_id == unit.lease_id:
+        deadline = ctx.clock.local(lease.deadline_at, now)
+        if abs(deadline - unit.deadline) > 2.0:
+            ctx.feed(DeadlineMoved(unit.lease_id, deadline))

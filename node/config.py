@@ -1,0 +1,104 @@
+"""What a volunteer chose, and where a node keeps its things.
+
+The key lives in the user's configuration folder, outside of the program and of
+the data folder: deleting the downloaded weights never costs anybody their credit (R8).
+
+    <config>/barnraise/node.key       the identity, mode 0600
+    <data>/barnraise/                 NodeConfig.data
+        lock                          held while a daemon runs; two daemons need two folders
+        node.log                      everything that is printed, errors included (R24)
+        control.sock                  the state tree, and commands
+        known.json                    which key each coordinator address served, which runs were approved
+        store/                        shards by content
+        runs/<run id>/versions/       assembled policy versions
+        runs/<run id>/receipts.bin    signed verdicts (R16)
+        runs/<run id>/pending/        signed submissions that are not acknowledged yet (R17)
+        runs/<run id>/lease.bin       the lease at work, returned after a crash
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+DEFAULT_DISK_BYTES = 20 * 10**9
+
+
+def default_data_path() -> Path:
+    """The per-user data folder, such as ``~/.local/share/barnraise``."""
+    return Path(platformdirs.user_data_dir("barnraise", appauthor=False))
+
+
+def default_key_path() -> Path:
+    """The per-user key file, such as ``~/.config/barnraise/node.key``."""
+    return Path(platformdirs.user_config_dir("barnraise", appauthor=False)) / "node.key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Everything a person may set about one node.
+
+    Attributes:
+        address: the coordinator's full multiaddr, ending in ``/p2p/<peer id>``.
+        more_addresses: others that lead to the same coordinator, tried in order after it (R2).
+        name: what others see beside the credit; None means the host's name.
+        listen: multiaddrs to listen on for peers that fetch shards.
+        threads: threads for the engine.
+        disk_bytes: most disk to use for shards, bytes.
+        assume_yes: do not ask before joining an unknown run.
+        exit_when_complete: end with exit code 0 once the run has published its last version.
+        json_lines: print one JSON object per line instead of plain text.
+        heartbeat_s: seconds between heartbeats.
+    """
+
+    address: str
+    data: Path
+    key: Path
+    more_addresses: tuple[str, ...] = ()
+    name: str | None = None
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    threads: int = 1
+    disk_bytes: int = DEFAULT_DISK_BYTES
+    assume_yes: bool = False
+    exit_when_complete: bool = False
+    json_lines: bool = False
+    heartbeat_s: float = 5.0
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every address that leads to the coordinator, in the order to try."""
+        return (self.address, *self.more_addresses)
+
+    @property
+    def display_name(self) -> str:
+        """The name sent to the coordinator: 1 to 64 printable characters."""
+        text = "".join(c for c in (self.name or socket.gethostname()) if c.isprintable()).strip()
+        return text[:64] or "node"
+
+    @property
+    def store_path(self) -> Path:
+        return self.data / "store"
+
+    @property
+    def log_path(self) -> Path:
+        return self.data / "node.log"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.data / "lock"
+
+    @property
+    def known_path(self) -> Path:
+        return self.data / "known.json"
+
+    @property
+    def control_path(self) -> Path:
+        """Where viewers find the daemon (``barnraise.protocol.control`` copes with long paths)."""
+        return self.data / "control.sock"
+
+    def run_path(self, run_id: bytes) -> Path:
+        """The folder of one run; 16 hex digits name it, which is enough to keep runs apart."""
+        return self.data / "runs" / run_id.hex()[:16]

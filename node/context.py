@@ -1,0 +1,132 @@
+"""What the tasks of one daemon share: the decisions' state, the facts, and the parts it drives."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from barnraise.node import core
+from barnraise.node.clock import Clock
+from barnraise.node.config import NodeConfig
+from barnraise.node.engine import Engine
+from barnraise.node.known import KnownRuns
+from barnraise.node.link import Run
+from barnraise.node.model import Event, State
+from barnraise.node.pending import PendingWork
+from barnraise.node.receipts import ReceiptBook
+from barnraise.node.state import Facts, state_tree
+from barnraise.node.versions import Versions
+from barnraise.node.weights import SwarmFetcher
+from barnraise.protocol.control import Changed
+from barnraise.protocol.errors import PeerError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.messages import Peer, RolloutLease, Signed
+from barnraise.protocol.network import Network
+from barnraise.protocol.session import Session
+from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.store import DiskStore
+from barnraise.protocol.wire import printable
+
+log = logging.getLogger("barnraise.node")
+
+Approve = Callable[[RunSpec, bytes], Awaitable[bool]]
+
+
+class Signal:
+    """Wakes every waiter once per ``set``."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        event, self._event = self._event, trio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next ``set``."""
+        await self._event.wait()
+
+
+@dataclass
+class Context:
+    """One daemon. Only ``feed`` changes ``state``."""
+
+    config: NodeConfig
+    network: Network
+    engine: Engine
+    identity: Identity
+    clock: Clock
+    rng: random.Random
+    known: KnownRuns
+    store: DiskStore
+    approve: Approve | None
+    instance: bytes
+    facts: Facts
+    state: State
+    wake: Signal = field(default_factory=Signal)
+    changed: Changed = field(default_factory=Changed)
+    run: Run | None = None
+    session: Session | None = None
+    pending: PendingWork | None = None
+    receipts: ReceiptBook | None = None
+    versions: Versions | None = None
+    fetcher: SwarmFetcher | None = None
+    head: Signed | None = None  # the newest manifest, checked
+    head_version: int = -1
+    judged: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # submissions, lately
+    coordinator: str = ""  # peer id
+    peers: tuple[Peer, ...] = ()
+    lease: RolloutLease | None = None
+    engine_scope: trio.CancelScope | None = None
+    fetch_scope: trio.CancelScope | None = None
+    spoke_at: float = 0.0
+
+    def feed(self, event: Event) -> None:
+        """Fold an event into the state and wake the loop."""
+        self.state = core.apply(self.state, event, trio.current_time())
+        self.wake.set()
+        self.changed.set()
+
+    def jitter(self) -> float:
+        """A number in [0, 1)."""
+        return self.rng.random()
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Print a line; warnings and errors are also kept in the state tree."""
+        self.spoke_at = trio.current_time()
+        log.log(level, "%s", text)
+        if level >= logging.WARNING:
+            entry: dict[str, Any] = {
+                "at_ms": self.clock.wall_ms(),
+                "level": logging.getLevelName(level).lower(),
+                "text": printable(text, 500),
+            }
+            self.facts.notices.append(entry)
+        self.changed.set()
+
+    def tree(self) -> dict[str, Any]:
+        """The state tree now."""
+        for name in ("bytes_in", "bytes_out"):
+            setattr(self.facts, name, int(getattr(self.network, name, 0)))
+        return state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())
+
+    def joined(self) -> Run:
+        """The run; only asked for by tasks that cannot start before it is known."""
+        assert self.run is not None
+        return self.run
+
+    def live_session(self) -> Session:
+        """The session.
+
+        Raises:
+            PeerError: there is none at the moment.
+        """
+        if self.session is None:
+            raise PeerError("not connected to the coordinator")
+        return self.session

@@ -1,0 +1,237 @@
+"""The volunteer's daemon: runs what ``barnraise.node.core`` decides, on any network and engine.
+
+``run_node`` is the whole of it: the same code runs over libp2p with an engine child,
+and over the in-memory network with an in-process engine on trio's autojump clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import trio
+
+from barnraise.node import actions, core
+from barnraise.node.attend import attend
+from barnraise.node.clock import Clock
+from barnraise.node.config import NodeConfig
+from barnraise.node.context import Approve, Context
+from barnraise.node.describe import sentence
+from barnraise.node.engine import Engine
+from barnraise.node.known import KnownRuns
+from barnraise.node.model import (
+    Action,
+    Ask,
+    Command,
+    Connect,
+    Fetch,
+    Generate,
+    GiveBack,
+    Load,
+    Mode,
+    Stop,
+    StopEngine,
+    StopFetch,
+    Upload,
+)
+from barnraise.node.state import Facts
+from barnraise.protocol.control import Changed
+from barnraise.protocol.errors import RefusedError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.network import Network
+from barnraise.protocol.store import DiskStore
+
+SILENCE_S = 30.0  # no state lasts longer without a line (R3)
+QUIET_SILENCE_S = 600.0  # but a pause or a completed run was announced and is nobody's worry
+SETTLED_S = 2.0  # what lasts less needs no line
+MAX_PAUSE_S = 366 * 86_400.0
+CLOSE_S = 5.0
+
+CommandHandler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class NodeHandle:
+    """What a running node offers to viewers: its state tree, a signal of changes, commands.
+
+    Attributes:
+        changed: set whenever the tree may have changed.
+        commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.changed: Changed = ctx.changed
+        self.commands: dict[str, CommandHandler] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "finish": self._finish,
+            "leave": self._leave,
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """The state tree at this moment (``barnraise.node.state``)."""
+        return self._ctx.tree()
+
+    async def _pause(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        seconds = arguments.get("seconds")
+        if seconds is None:
+            return self._command("pause", "paused")
+        good = isinstance(seconds, int | float) and not isinstance(seconds, bool) and math.isfinite(seconds)
+        if not good or not 0 < seconds <= MAX_PAUSE_S:
+            raise RefusedError("bad-argument", f"seconds must be above 0 and at most {MAX_PAUSE_S:.0f}")
+        return self._command("pause", f"paused for {seconds:g} s", trio.current_time() + seconds)
+
+    async def _resume(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self._command("run", "resumed")
+
+    async def _finish(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self._command("finish", "finishing the unit at work, then stopping")
+
+    async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self._command("leave", "leaving")
+
+    def _command(self, mode: Mode, text: str, until: float | None = None) -> dict[str, Any]:
+        ctx = self._ctx
+        if ctx.state.mode == "leave" or ctx.state.stopped is not None:
+            return {"ok": mode == "leave", "text": "the node is leaving"}
+        ctx.say(text)
+        ctx.feed(Command(mode, until))
+        return {"ok": True, "text": text}
+
+
+class Starting(Protocol):
+    """trio's task status, as ``nursery.start`` passes it."""
+
+    def started(self, value: NodeHandle, /) -> None:
+        """Report the handle and let ``nursery.start`` return."""
+
+
+async def run_node(
+    config: NodeConfig,
+    network: Network,
+    engine: Engine,
+    identity: Identity,
+    now_ms: Callable[[], int],
+    rng: random.Random,
+    *,
+    approve: Approve | None = None,
+    task_status: Starting = trio.TASK_STATUS_IGNORED,
+) -> int:
+    """Lend a machine to a run until it is told to stop; return the exit code.
+
+    ``now_ms`` is the wall clock (ms since the epoch), ``rng`` draws jitter and
+    orders. ``approve(spec, run_id)`` is asked once per unknown run. The handle
+    for viewers is handed to ``task_status``. Cancelling ends the node at once; the
+    lease at work is then given back by the next start.
+
+    Exit codes: 0 left, finished or run complete; 3 protocol version refused;
+    4 the run's key or id changed; 5 the person chose not to join.
+
+    Raises:
+        StorageError: the data folder cannot be used.
+    """
+    now = trio.current_time()
+    ctx = Context(
+        config=config,
+        network=network,
+        engine=engine,
+        identity=identity,
+        clock=Clock(now_ms),
+        rng=rng,
+        known=KnownRuns(config.known_path),
+        store=DiskStore(config.store_path, config.disk_bytes),
+        approve=approve,
+        instance=rng.randbytes(16),
+        facts=Facts(config.display_name, identity.peer_id),
+        state=core.initial(config.exit_when_complete, now),
+        spoke_at=now,
+    )
+    task_status.started(NodeHandle(ctx))
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_speak_up, ctx)
+            stop = await _decide(ctx, nursery)
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
+            await engine.close()
+    ctx.say(f"stopped: {stop.reason}", logging.INFO if stop.code == 0 else logging.ERROR)
+    return stop.code
+
+
+async def _decide(ctx: Context, nursery: trio.Nursery) -> Stop:
+    """Step, start what was decided, wait for an event or the next due moment; until the end."""
+    while True:
+        ctx.state, decided = core.step(ctx.state, trio.current_time())
+        for action in decided:
+            ctx.changed.set()
+            _start(ctx, nursery, action)
+        if ctx.state.stopped is not None:
+            return ctx.state.stopped
+        if decided:
+            await trio.lowlevel.checkpoint()
+            continue
+        due = core.next_wake(ctx.state, trio.current_time())
+        with trio.move_on_at(math.inf if due is None else due):
+            await ctx.wake.wait()
+
+
+def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
+    match action:
+        case Connect(attempt):
+            nursery.start_soon(attend, ctx, attempt)
+        case Fetch():
+            ctx.fetch_scope = trio.CancelScope()
+            nursery.start_soon(actions.fetch, ctx, action, ctx.fetch_scope)
+        case StopFetch():
+            if ctx.fetch_scope is not None:
+                ctx.fetch_scope.cancel()
+        case Load():
+            ctx.engine_scope = trio.CancelScope()
+            nursery.start_soon(actions.load, ctx, action, ctx.engine_scope)
+        case Generate():
+            ctx.engine_scope = trio.CancelScope()
+            nursery.start_soon(actions.generate, ctx, action, ctx.engine_scope)
+        case StopEngine(reason):
+            ctx.say(f"stopping the engine: {reason}")
+            if ctx.engine_scope is not None:
+                ctx.engine_scope.cancel()
+        case Ask():
+            nursery.start_soon(actions.ask, ctx, action)
+        case Upload():
+            nursery.start_soon(actions.upload, ctx, action)
+        case GiveBack():
+            nursery.start_soon(actions.give_back, ctx, action)
+        case Stop():
+            pass
+
+
+async def _speak_up(ctx: Context) -> None:
+    """Put every lasting state into words, and repeat it before it is silent for too long (R3)."""
+    announced: tuple[str, str] | None = None
+    seen = -1
+    while True:
+        activity, now = ctx.state.activity, trio.current_time()
+        key = (activity.name, activity.reason)
+        quiet = activity.name in ("paused", "complete")
+        due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
+        if key != announced and activity.name != "generating":
+            due = min(due, activity.since + SETTLED_S)
+        if now >= due:
+            announced = key
+            ctx.say(sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
+            continue
+        with trio.move_on_at(due):
+            seen = await ctx.changed.wait(seen)
+
+
+def _progress(ctx: Context) -> str:
+    unit, transfer = ctx.facts.unit, ctx.facts.transfer
+    if unit is not None and ctx.state.engine == "generating":
+        return f"; {unit.completions} of {unit.of} completions done"
+    if transfer is not None:
+        return f"; {transfer.done / 1e6:.1f} of {transfer.total / 1e6:.1f} MB"
+    return ""

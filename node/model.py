@@ -1,0 +1,333 @@
+"""The node's state, what may happen to it, and what it may decide: plain frozen values.
+
+All times are seconds on one monotonic clock; ``jitter`` is a number in [0, 1) that
+the shell drew; ``-1`` as a version means none. See ``barnraise.node.core``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["run", "pause", "finish", "leave"]
+EngineSlot = Literal["idle", "loading", "generating", "stopping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """When something that failed is tried again, and why it failed last."""
+
+    failures: int = 0
+    at: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A lease at work. ``deadline``: when a submission would be refused."""
+
+    lease_id: bytes
+    version: int
+    prompts: int
+    group_size: int
+    deadline: float
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What the node is doing or waiting for, since when, and what ends the wait (R3)."""
+
+    name: str
+    reason: str
+    since: float = 0.0
+    until: float | None = None
+    then: str = ""
+
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """Connecting failed, or an open session ended."""
+
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The session stands. ``final``: the version that completes the run."""
+
+    head: int
+    final: int
+    max_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSeen:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDone:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStopped:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoaded:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """Loading or generating failed; ``alive`` false means the engine has to be loaded again."""
+
+    reason: str
+    out_of_memory: bool
+    alive: bool
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStopped:
+    """The engine ended its work because we asked; ``alive`` as above."""
+
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDone:
+    """The unit's submission is signed and on disk."""
+
+    submission_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUnusable:
+    """The engine finished, but what it made cannot be submitted; the lease goes back."""
+
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class NoLease:
+    """The coordinator has no work for us, or refused; ``retry_after`` in seconds is obeyed."""
+
+    reason: str
+    retry_after: float
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class AskFailed:
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """Acknowledged, refused for good (``acknowledged`` false): either way no longer pending."""
+
+    submission_id: bytes
+    acknowledged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFailed:
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A receipt arrived."""
+
+    submission_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    lease_id: bytes
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A person's wish. ``until``: when a pause ends by itself."""
+
+    mode: Mode
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineMoved:
+    """The clocks were compared again: the lease at work ends at another local moment (R26)."""
+
+    lease_id: bytes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an earlier process left on disk: submissions to send, leases to give back."""
+
+    pending: tuple[bytes, ...]
+    leases: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """Nothing that a retry would cure."""
+
+    reason: str
+    code: int
+
+
+Event = (
+    LinkLost
+    | Joined
+    | HeadSeen
+    | FetchDone
+    | FetchFailed
+    | FetchStopped
+    | EngineLoaded
+    | EngineFailed
+    | EngineStopped
+    | UnitDone
+    | UnitUnusable
+    | Granted
+    | NoLease
+    | AskFailed
+    | Uploaded
+    | UploadFailed
+    | Judged
+    | Returned
+    | Command
+    | DeadlineMoved
+    | Restored
+    | Fatal
+)
+
+
+# --- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopFetch:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    unit: Unit
+    shrink: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    submission_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    lease_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    code: int
+    reason: str
+
+
+Action = Connect | Fetch | StopFetch | Load | Ask | Generate | StopEngine | Upload | GiveBack | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the decisions depend on. ``-1`` as a version means none."""
+
+    exit_when_complete: bool = False
+    link: Literal["down", "trying", "up"] = "down"
+    link_retry: Retry = Retry()
+    joined_once: bool = False
+    head: int = -1
+    final: int = 2**31
+    max_lag: int = 2**31
+    fetched: int = -1
+    fetching: int | None = None
+    fetch_stopping: bool = False
+    fetch_retry: Retry = Retry()
+    engine: EngineSlot = "idle"
+    engine_target: int = -1
+    engine_retry: Retry = Retry()
+    loaded: int = -1
+    shrink: int = 0
+    unit: Unit | None = None
+    asking: bool = False
+    ask_retry: Retry = Retry()
+    pending: tuple[bytes, ...] = ()
+    uploading: bytes | None = None
+    upload_retry: Retry = Retry()
+    unjudged: frozenset[bytes] = frozenset()
+    returns: tuple[GiveBack, ...] = ()
+    returning: bool = False
+    mode: Mode = "run"
+    pause_until: float | None = None
+    stop_by: float | None = None
+    stopped: Stop | None = None
+    activity: Activity = Activity("starting", "starting")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run's last version is published."""
+        return self.head >= self.final
+
+    @property
+    def wants_work(self) -> bool:
+        """Whether another unit may be taken."""
+        return self.mode == "run" and not self.complete and self.stopped is None

@@ -1,0 +1,144 @@
+"""Signed work that the coordinator has not acknowledged, and the lease at work, on disk.
+
+Written to a temporary name, synced, renamed (R6); read back after a crash, checked,
+and sent again (R17). A damaged file is deleted with a warning: it can only have
+been damaged outside of this program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from barnraise.protocol import wire
+from barnraise.protocol.envelope import content_id, open_signed
+from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.messages import MAX_SUBMISSION, RolloutLease, RolloutSubmission, Signed
+
+log = logging.getLogger("barnraise.node")
+
+MAX_FILES = 64
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace ``path`` with ``data``, whole or not at all, surviving a power cut.
+
+    Raises:
+        StorageError: the disk refused; says where and why.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        why = error.strerror or str(error)
+        raise StorageError(f"cannot write {path} ({len(data)} bytes): {why}") from error
+
+
+class PendingWork:
+    """The submissions of one run and one key that still have to be acknowledged, oldest first."""
+
+    def __init__(self, folder: Path, run_id: bytes, public_key: bytes) -> None:
+        self._folder = folder
+        self._lease_path = folder.parent / "lease.bin"
+        self._submissions: dict[bytes, tuple[Path, Signed, bytes]] = {}
+        self._next = 0
+        if folder.is_dir():
+            for path in sorted(folder.iterdir()):
+                self._restore(path, run_id, public_key)
+
+    def _restore(self, path: Path, run_id: bytes, public_key: bytes) -> None:
+        if path.name.startswith(".tmp-"):
+            path.unlink(missing_ok=True)
+            return
+        try:
+            if path.stat().st_size > MAX_SUBMISSION + 1024:
+                raise StorageError("too large")
+            signed = wire.decode(path.read_bytes(), Signed)
+            work = open_signed(signed, RolloutSubmission, public_key)
+            number = int(path.stem.split("-")[0])
+            if work.run_id != run_id:
+                raise StorageError("of another run")
+        except (BarnraiseError, OSError, ValueError) as error:
+            log.warning("deleted %s, which is no submission of ours: %s", path, error)
+            path.unlink(missing_ok=True)
+            return
+        self._next = max(self._next, number + 1)
+        self._submissions[content_id(signed)] = (path, signed, work.lease_id)
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """Content ids, oldest first."""
+        return tuple(self._submissions)
+
+    @property
+    def lease_ids(self) -> frozenset[bytes]:
+        """The leases whose work is here."""
+        return frozenset(lease_id for _, _, lease_id in self._submissions.values())
+
+    def get(self, submission_id: bytes) -> Signed | None:
+        """The signed submission, or None if it is not pending."""
+        entry = self._submissions.get(submission_id)
+        return None if entry is None else entry[1]
+
+    def lease_of(self, submission_id: bytes) -> bytes | None:
+        """The lease that a pending submission answers."""
+        entry = self._submissions.get(submission_id)
+        return None if entry is None else entry[2]
+
+    def add(self, signed: Signed, lease_id: bytes) -> bytes:
+        """Keep a submission until ``drop``; returns its content id.
+
+        Raises:
+            StorageError: the disk refused, or too many wait already.
+        """
+        if len(self._submissions) >= MAX_FILES:
+            raise StorageError(
+                f"{MAX_FILES} submissions wait in {self._folder} already: is the coordinator gone?"
+            )
+        submission_id = content_id(signed)
+        path = self._folder / f"{self._next:08d}-{submission_id.hex()[:16]}.bin"
+        write_durably(path, wire.encode(signed))
+        self._next += 1
+        self._submissions[submission_id] = (path, signed, lease_id)
+        self.clear_lease(lease_id)
+        return submission_id
+
+    def drop(self, submission_id: bytes) -> None:
+        """Forget an acknowledged or finally refused submission; unknown ids are fine."""
+        entry = self._submissions.pop(submission_id, None)
+        if entry is not None:
+            entry[0].unlink(missing_ok=True)
+
+    def keep_lease(self, signed: Signed) -> None:
+        """Remember the lease at work, so that a restarted node can give it back. Best effort."""
+        try:
+            write_durably(self._lease_path, wire.encode(signed))
+        except StorageError as error:
+            log.warning("the lease at work is not remembered: %s", error)
+
+    def clear_lease(self, lease_id: bytes) -> None:
+        """Forget the lease at work if it is this one."""
+        if self.left_lease() == lease_id:
+            self._lease_path.unlink(missing_ok=True)
+
+    def left_lease(self) -> bytes | None:
+        """The lease that is (or was, before a crash) at work."""
+        try:
+            data = self._lease_path.read_bytes()
+            return wire.decode(wire.decode(data, Signed).payload, RolloutLease).lease_id
+        except (OSError, BarnraiseError):
+            return None

@@ -1,0 +1,138 @@
+"""The node's state tree: one dict of plain values, pushed whole to every viewer.
+
+Figures are finished work only (R7). Times are ms since the epoch, sizes bytes,
+credit as in receipts. Viewers must tolerate keys that they do not know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from barnraise.node.model import State
+
+MAX_NOTICES = 20
+
+
+@dataclass
+class Transfer:
+    """A download under way."""
+
+    version: int
+    total: int
+    started: float  # seconds, monotonic
+    skipped: int = 0  # bytes that were on the disk already
+    done: int = 0
+
+    def rate(self, now: float) -> float:
+        """Bytes per second since it began."""
+        elapsed = now - self.started
+        return (self.done - self.skipped) / elapsed if elapsed > 0 else 0.0
+
+
+@dataclass
+class UnitProgress:
+    """What the engine has finished of the unit at work."""
+
+    unit_id: int
+    version: int
+    of: int
+    started: float
+    completions: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Facts:
+    """What the decisions do not depend on but a person wants to see."""
+
+    name: str
+    peer_id: str
+    run: str = ""
+    run_id: str = ""
+    coordinator: str = ""
+    engine: str = ""
+    device: str = ""
+    engine_memory: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    credit: int = 0
+    units_done: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    peers: int = 0
+    tokens_per_s: float = 0.0
+    last_verdict: dict[str, Any] | None = None
+    transfer: Transfer | None = None
+    unit: UnitProgress | None = None
+    offset_ms: int | None = None
+    duplicate_key: bool = False
+    notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+
+
+def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[str, Any]:
+    """Build the tree from decisions and facts at one moment of both clocks."""
+
+    def wall(moment: float | None) -> int | None:
+        return None if moment is None else wall_ms + round((moment - mono) * 1000)
+
+    activity = state.activity
+    unit, transfer = facts.unit, facts.transfer
+    return {
+        "kind": "node",
+        "name": facts.name,
+        "peer_id": facts.peer_id,
+        "pid": os.getpid(),
+        "run": facts.run,
+        "run_id": facts.run_id,
+        "coordinator": facts.coordinator,
+        "connected": state.link == "up",
+        "mode": state.mode,
+        "state": activity.name,
+        "reason": activity.reason,
+        "since_ms": wall(activity.since),
+        "until_ms": wall(activity.until),
+        "then": activity.then,
+        "policy_version": state.loaded,
+        "head_version": state.head,
+        "have_version": state.fetched,
+        "final_version": state.final if state.joined_once else None,
+        "complete": state.complete,
+        "unit": None
+        if unit is None
+        else {
+            "unit_id": unit.unit_id,
+            "version": unit.version,
+            "completions": unit.completions,
+            "of": unit.of,
+            "tokens": unit.tokens,
+            "started_ms": wall(unit.started),
+        },
+        "fetch": None
+        if transfer is None
+        else {
+            "version": transfer.version,
+            "done": transfer.done,
+            "total": transfer.total,
+            "rate": round(transfer.rate(mono)),
+        },
+        "pending": len(state.pending),
+        "awaiting_verdict": len(state.unjudged),
+        "units_done": facts.units_done,
+        "accepted": facts.accepted,
+        "rejected": facts.rejected,
+        "credit": facts.credit,
+        "last_verdict": facts.last_verdict,
+        "bytes_in": facts.bytes_in,
+        "bytes_out": facts.bytes_out,
+        "peers": facts.peers,
+        "tokens_per_s": round(facts.tokens_per_s, 1),
+        "engine": facts.engine,
+        "device": facts.device,
+        "engine_memory": facts.engine_memory,
+        "clock_offset_ms": facts.offset_ms,
+        "duplicate_key": facts.duplicate_key,
+        "notices": list(facts.notices),
+    }
