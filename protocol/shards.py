@@ -58,7 +58,11 @@ class ServeLimits(NamedTuple):
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run blocking ``work`` on about ``size`` bytes: in a worker thread if that would be felt."""
+    """Run blocking ``work`` on about ``size`` bytes: in a worker thread if that would be felt.
+
+    An autojump clock does not wait for worker threads: timeouts elsewhere may
+    fire while one works. Simulations keep shards and versions below 1 MiB.
+    """
     if size < INLINE_BYTES:
         return work()
     return await trio.to_thread.run_sync(work)

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.manifest import (
+    assemble,
+    build_manifest,
+    check_manifest,
+    check_shard,
+    folder_matches,
+    largest_version,
+    manifest_bytes,
+    manifest_shards,
+    remove_parts,
+)
+from barnraise.protocol.messages import FileEntry, Manifest
+from barnraise.protocol.spec import (
+    EnvironmentSpec,
+    EvalSpec,
+    GrpoSpec,
+    ModelSpec,
+    RolloutSpec,
+    RunSpec,
+    SamplingSpec,
+    VerifySpec,
+)
+
+OPERATOR = Identity.generate()
+RUN = b"r" * 32
+CONFIG = b'{"hidden_size": 64}'
+
+
+def run_spec(assets: dict[str, bytes] | None = None, parameters: int = 1_000_000) -> RunSpec:
+    return RunSpec(
+        format=1,
+        name="test",
+        description="",
+        operator=OPERATOR.public_key,
+        created_at=0,
+        phase="posttrain",
+        seed=1,
+        model=ModelSpec(
+            name="m",
+            parameters=parameters,
+            vocabulary=64,
+            weights_dtype="float32",
+            compute_dtype="float32",
+            eos_token=0,
+            assets=assets or {"config.json": sha256(CONFIG).digest()},
+        ),
+        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
+        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
+        rollout=RolloutSpec(
+            prompts_per_unit=4,
+            group_size=4,
+            groups_per_version=4,
+            max_groups_per_version=8,
+            max_lag=2,
+            versions=10,
+            timeout_s=60.0,
+            deadline_s=120.0,
+        ),
+        grpo=GrpoSpec(
+            learning_rate=1e-3,
+            warmup_steps=0,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.0,
+            grad_clip=1.0,
+            inner_epochs=1,
+            minibatches=1,
+            clip_low=0.2,
+            clip_high=0.2,
+            clip_delta=4.0,
+            normalise_std=True,
+            kl_coefficient=0.0,
+            entropy_coefficient=0.0,
+            loss_aggregation="token",
+        ),
+        verify=VerifySpec(
+            toploc_top_k=128,
+            toploc_chunk=32,
+            max_exponent_mismatches=38,
+            max_mantissa_mean=10.0,
+            max_mantissa_median=8.0,
+            eos_min_probability=0.1,
+            sampling_margin=0.5,
+            sampling_mean=0.1,
+            logprob_mean=0.1,
+            logprob_max=1.0,
+        ),
+        evaluation=EvalSpec(tasks=8, every=1),
+        admission="open",
+    )
+
+
+def publish(
+    folder: Path, files: dict[str, bytes], shard_size: int = 1024
+) -> tuple[Manifest, dict[bytes, bytes]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for name, data in files.items():
+        paths[name] = folder / name
+        paths[name].write_bytes(data)
+    shards: dict[bytes, bytes] = {}
+    manifest = build_manifest(RUN, 3, paths, shard_size, 1234, shards.__setitem__)
+    return manifest, shards
+
+
+def version(folder: Path, **more: bytes) -> tuple[Manifest, dict[bytes, bytes]]:
+    files = {"config.json": CONFIG, "model.safetensors": bytes(range(256)) * 20}
+    files |= {name.replace("__", "."): data for name, data in more.items()}
+    return publish(folder, files)
+
+
+def refused(manifest: Manifest, match: str, spec: RunSpec | None = None) -> None:
+    with pytest.raises(MalformedError, match=match):
+        check_manifest(sign(manifest, OPERATOR), spec or run_spec(), RUN)
+
+
+def with_file(manifest: Manifest, name: str, change: Callable[[FileEntry], FileEntry]) -> Manifest:
+    files = tuple(change(entry) if entry.path == name else entry for entry in manifest.files)
+    return msgspec.structs.replace(manifest, files=files)
+
+
+def test_what_was_published_comes_out_byte_for_byte(tmp_path: Path) -> None:
+    manifest, shards = version(tmp_path / "in")
+    assert check_manifest(sign(manifest, OPERATOR), run_spec(), RUN) == manifest
+    assemble(manifest, shards.get, tmp_path / "out" / "v000003")
+    for path in (tmp_path / "in").iterdir():
+        assert (tmp_path / "out" / "v000003" / path.name).read_bytes() == path.read_bytes()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["v000003"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.binary(max_size=5000),
+    config=st.binary(max_size=3000),
+    shard_size=st.integers(1024, 4096),
+)
+def test_any_files_are_cut_checked_and_assembled(weights: bytes, config: bytes, shard_size: int) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest, shards = publish(
+            folder / "in", {"config.json": config, "model.safetensors": weights}, shard_size
+        )
+        spec = run_spec({"config.json": sha256(config).digest()})
+        check_manifest(sign(manifest, OPERATOR), spec, RUN)
+        listed = dict(manifest_shards(manifest))
+        assert listed.keys() == shards.keys()
+        assert all(len(shards[digest]) == size for digest, size in listed.items())
+        assert all(check_shard(data, digest) for digest, data in shards.items())
+        assert manifest_bytes(manifest) == len(weights) + len(config)
+        assert len(shards) <= math.ceil(len(weights) / shard_size) + math.ceil(len(config) / shard_size)
+        assemble(manifest, shards.get, folder / "out")
+        assert folder_matches(manifest, folder / "out")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(0, 2**53),
+    shards=st.lists(st.binary(min_size=32, max_size=32), max_size=6),
+    shard_size=st.integers(1024, 4096),
+)
+def test_a_manifest_that_is_believed_has_sizes_that_add_up(
+    size: int, shards: list[bytes], shard_size: int
+) -> None:
+    config = FileEntry(
+        path="config.json",
+        size=len(CONFIG),
+        sha256=sha256(CONFIG).digest(),
+        shards=(sha256(CONFIG).digest(),),
+    )
+    weights = FileEntry(path="model.safetensors", size=size, sha256=b"s" * 32, shards=tuple(shards))
+    manifest = Manifest(run_id=RUN, version=1, created_at=0, shard_size=shard_size, files=(config, weights))
+    try:
+        check_manifest(sign(manifest, OPERATOR), run_spec(), RUN)
+    except MalformedError:
+        return
+    assert len(shards) == math.ceil(size / shard_size)
+    assert all(0 < n <= shard_size for _, n in manifest_shards(manifest))
+
+
+def test_a_manifest_by_another_key_is_refused(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    with pytest.raises(SignatureError):
+        check_manifest(sign(manifest, Identity.generate()), run_spec(), RUN)
+    forged = msgspec.structs.replace(sign(manifest, Identity.generate()), signer=OPERATOR.public_key)
+    with pytest.raises(SignatureError):
+        check_manifest(forged, run_spec(), RUN)
+
+
+def test_a_manifest_of_another_run_is_refused(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    refused(msgspec.structs.replace(manifest, run_id=b"x" * 32), "of run")
+
+
+def test_a_size_that_its_shards_do_not_explain_is_refused(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    grow = with_file(manifest, "model.safetensors", lambda e: msgspec.structs.replace(e, size=e.size + 1024))
+    refused(grow, "must have 6 shards")
+    empty = with_file(manifest, "model.safetensors", lambda e: msgspec.structs.replace(e, size=0))
+    refused(empty, "must have 0 shards")
+
+
+def test_one_shard_cannot_have_two_sizes(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    first = manifest.files[1].shards[0]
+    refused(
+        with_file(manifest, "config.json", lambda e: msgspec.structs.replace(e, shards=(first,))),
+        "two different",
+    )
+
+
+def test_a_version_far_larger_than_its_model_is_refused(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    spec = run_spec()
+    size = largest_version(spec) + 1
+    count = math.ceil(size / 1024 / 4096)
+    shards = tuple(number.to_bytes(32, "big") for number in range(count))
+    huge = FileEntry(path="model.safetensors", size=size, sha256=b"s" * 32, shards=shards)
+    bigger = msgspec.structs.replace(manifest, shard_size=4 * 1024 * 1024, files=(manifest.files[0], huge))
+    refused(bigger, "at most")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors\n", "Config.json", "config.json.", "config.json"])
+def test_names_that_could_collide_or_mislead_are_refused(tmp_path: Path, name: str) -> None:
+    manifest, _ = version(tmp_path)
+    entry = msgspec.structs.replace(manifest.files[0], path=name)
+    refused(msgspec.structs.replace(manifest, files=(*manifest.files, entry)), "not allowed|appears twice")
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", ".hidden", "a/b", "", "a" * 65])
+def test_names_that_leave_the_folder_are_no_manifest(tmp_path: Path, name: str) -> None:
+    manifest, _ = version(tmp_path)
+    entry = msgspec.structs.replace(manifest.files[0], path=name)
+    refused(msgspec.structs.replace(manifest, files=(*manifest.files, entry)), "Manifest|not allowed")
+    with pytest.raises(MalformedError, match="cannot be published"):
+        build_manifest(RUN, 1, {name: tmp_path / "config.json"}, 1024, 0, lambda digest, data: None)
+
+
+@pytest.mark.parametrize("name", ["modeling.py", "pytorch_model.bin", "model.safetensors.index.json"])
+def test_files_that_are_neither_pinned_nor_weights_are_refused(tmp_path: Path, name: str) -> None:
+    manifest, _ = version(tmp_path, **{name: b"import os"})
+    refused(manifest, "neither weights nor pinned")
+
+
+def test_a_changed_or_missing_asset_is_refused(tmp_path: Path) -> None:
+    manifest, _ = version(tmp_path)
+    refused(manifest, "differs from", run_spec({"config.json": b"z" * 32}))
+    pinned = {"config.json": sha256(CONFIG).digest(), "tokenizer.json": b"t" * 32}
+    refused(manifest, r"tokenizer\.json, pinned", run_spec(pinned))
+
+
+def test_weights_come_whole_or_in_a_full_set_of_parts(tmp_path: Path) -> None:
+    base = {"config.json": CONFIG}
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = {"model.safetensors.index.json": b"{}"}
+    full, _ = publish(tmp_path / "a", base | {one: b"1", two: b"2"} | index)
+    assert check_manifest(sign(full, OPERATOR), run_spec(), RUN) == full
+    half, _ = publish(tmp_path / "b", base | {two: b"2"} | index)
+    refused(half, "incomplete")
+    both, _ = publish(tmp_path / "c", base | {one: b"1", two: b"2", "model.safetensors": b"3"})
+    refused(both, "must be one model.safetensors")
+    none, _ = publish(tmp_path / "d", base)
+    refused(none, "must be one model.safetensors")
+
+
+def test_a_missing_or_wrong_shard_leaves_no_folder(tmp_path: Path) -> None:
+    manifest, shards = version(tmp_path / "in")
+    gone = manifest.files[1].shards[2]
+    without = {digest: data for digest, data in shards.items() if digest != gone}
+    with pytest.raises(StorageError, match=r"shard .* of model\.safetensors is missing"):
+        assemble(manifest, without.get, tmp_path / "out" / "v")
+    damaged = shards | {gone: b"\0" * len(shards[gone])}
+    with pytest.raises(StorageError, match="SHA-256"):
+        assemble(manifest, damaged.get, tmp_path / "out" / "v")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_assembling_again_keeps_a_good_folder_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+    manifest, shards = version(tmp_path / "in")
+    out = tmp_path / "out" / "v"
+    assemble(manifest, shards.get, out)
+    assemble(manifest, {}.get, out)  # needs no shard
+    (out / "config.json").write_bytes(b"damaged")
+    (out / "stray").write_bytes(b"")
+    assert not folder_matches(manifest, out)
+    assemble(manifest, shards.get, out)
+    assert folder_matches(manifest, out)
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".v000003.part-abc").mkdir()
+    (tmp_path / ".v000003.part-abc" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "v000002").mkdir()
+    remove_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000002"]
+
+
+def test_a_full_disk_while_assembling_says_how_much_is_needed_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, shards = version(tmp_path / "in")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StorageError, match=r"MB are needed there.*No space left"):
+        assemble(manifest, shards.get, tmp_path / "out" / "v")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_unchanged_files_share_their_shards_across_versions(tmp_path: Path) -> None:
+    first, _ = publish(tmp_path / "a", {"tokenizer.json": b"t" * 3000, "model.safetensors": b"1" * 3000})
+    second, _ = publish(tmp_path / "b", {"tokenizer.json": b"t" * 3000, "model.safetensors": b"2" * 3000})
+    assert first.files[1].shards == second.files[1].shards
+    assert first.files[0].shards != second.files[0].shards
