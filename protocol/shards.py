@@ -61,7 +61,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Run blocking ``work`` on about ``size`` bytes: in a worker thread if that would be felt.
 
     An autojump clock does not wait for worker threads: timeouts elsewhere may
-    fire while one works. Simulations keep shards and versions below 1 MiB.
+    fire while one works. Simulations raise ``INLINE_BYTES`` out of the way.
     """
     if size < INLINE_BYTES:
         return work()

@@ -9,6 +9,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from barnraise.protocol import shards as shards_module
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
 from barnraise.protocol.messages import MAX_SHARD, SHARD_PROTOCOL, Hello, ShardReply, ShardRequest
@@ -77,7 +78,7 @@ async def test_shards_arrive_whole_and_absent_ones_are_said_to_be(
         assert client.received > len(small) + len(large)
 
 
-async def test_the_largest_shard_passes() -> None:  # on real time: worker threads are at work
+async def test_the_largest_shard_passes() -> None:  # on real time, with worker threads
     data = b"\1" * MAX_SHARD
     async with client_of(serve_shards(Shelf(data))) as client:
         assert await client.fetch(name(data), MAX_SHARD) == data
@@ -323,7 +324,10 @@ async def test_streams_over_the_budget_and_unwanted_peers_are_reset(
             await client.fetch(name(data), 100)
 
 
-async def test_an_idle_or_unread_stream_is_dropped_in_time(autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_idle_or_unread_stream_is_dropped_in_time(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
     data = b"d" * 3_000_000
     async with peers(serve_shards(Shelf(data), ServeLimits(sending=1))) as (node, address):
         await node.connect(address)
