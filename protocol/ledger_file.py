@@ -24,7 +24,6 @@ from barnraise.protocol.messages import Signed
 MAGIC = b"barnraise-ledger-1\r\n"
 _SPEC, _HEAD, _ENTRY = b"S", b"H", b"E"
 _LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _ENTRY: 4 * 1024}
-_MAX_HEADS = 65_536
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ def open_ledger(path: Path) -> Iterator[LedgerFile]:
         heads: list[Signed] = []
         first = next(records, None)
         while first is not None and first[0] == _HEAD:
-            if len(heads) == _MAX_HEADS:
-                raise MalformedError(f"{path}: more than {_MAX_HEADS} tree heads")
             heads.append(wire.decode(first[1], Signed))
             first = next(records, None)
         yield LedgerFile(run_spec, tuple(heads), _entries(first, records))

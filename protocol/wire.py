@@ -63,9 +63,6 @@ def decode(data: bytes, type_: type[T]) -> T:
     return message
 
 
-decode_canonical = decode  # every decode is canonical; this name says that the caller relies on it
-
-
 def reject_nonfinite(value: object, where: str = "value") -> None:
     """Refuse NaN and infinities anywhere inside ``value`` (structs, sequences, dicts).
 
