@@ -1,0 +1,394 @@
+"""The node's decisions: no order of events starts two things at once or leaves a wait unexplained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from barnraise.node import core
+from barnraise.node.model import (
+    Action,
+    Ask,
+    AskFailed,
+    Command,
+    Connect,
+    DeadlineMoved,
+    EngineFailed,
+    EngineLoaded,
+    EngineStopped,
+    Event,
+    Fatal,
+    Fetch,
+    FetchDone,
+    FetchFailed,
+    FetchStopped,
+    Generate,
+    GiveBack,
+    Granted,
+    HeadSeen,
+    Joined,
+    Judged,
+    LinkLost,
+    Load,
+    Mode,
+    NoLease,
+    Restored,
+    Returned,
+    State,
+    Stop,
+    StopEngine,
+    StopFetch,
+    Unit,
+    UnitDone,
+    UnitUnusable,
+    Upload,
+    Uploaded,
+    UploadFailed,
+)
+
+WAITING = {"connecting", "offline", "waiting", "fetching", "asking", "uploading", "finishing", "loading"}
+
+
+@dataclass
+class World:
+    """Plays the shell: keeps what was started, and answers it one way or another."""
+
+    state: State = field(default_factory=lambda: core.initial(False, 0.0))
+    now: float = 0.0
+    running: list[Action] = field(default_factory=list)
+    stop: Stop | None = None
+    leases: int = 0
+    submissions: int = 0
+    started: list[Action] = field(default_factory=list)
+
+    def step(self) -> None:
+        for _ in range(20):
+            self.state, actions = core.step(self.state, self.now)
+            for action in actions:
+                self.begin(action)
+            if not actions:
+                break
+        else:
+            pytest.fail("step never comes to rest")
+        self.check()
+
+    def begin(self, action: Action) -> None:
+        self.started.append(action)
+        if isinstance(action, StopEngine):
+            assert self.of(Generate, Load), "stopped an engine that was not at work"
+            return
+        if isinstance(action, StopFetch):
+            assert self.of(Fetch)
+            return
+        if isinstance(action, Stop):
+            self.stop = action
+            return
+        assert not self.of(type(action)), f"two at once: {action}"
+        if isinstance(action, Generate | Load):
+            assert not self.of(Generate, Load), "the engine got two tasks"
+        self.running.append(action)
+
+    def of(self, *types: type[Action]) -> list[Action]:
+        return [a for a in self.running if isinstance(a, types)]
+
+    def feed(self, event: Event) -> None:
+        self.state = core.apply(self.state, event, self.now)
+        self.check()
+
+    def check(self) -> None:
+        state, activity = self.state, self.state.activity
+        assert activity.name
+        assert activity.reason
+        assert activity.since <= self.now
+        if self.stop is not None:
+            return
+        assert (state.engine in ("generating", "stopping", "loading")) == bool(self.of(Generate, Load))
+        assert len(set(state.pending)) == len(state.pending)
+        assert len(state.pending) <= core.MAX_PENDING + 1 + 2  # two may come from an earlier process
+        assert (state.link == "trying") <= bool(self.of(Connect))
+
+    def check_rest(self) -> None:
+        """With nothing under way, something must be due, or a person must be told whom to wait for."""
+        if self.stop is not None or self.of(Ask, Fetch, Generate, Load, Upload, GiveBack, Connect):
+            return
+        due = core.next_wake(self.state, self.now)
+        external = self.state.mode == "pause" or self.state.complete or self.state.head < 0
+        assert due is not None or external, self.state
+
+
+def answers(world: World, action: Action) -> list[Event]:
+    """Every way in which a task may end."""
+    jitter, state = 0.5, world.state
+    match action:
+        case Connect():
+            return [Joined(max(0, state.head), 6, 2), Joined(state.head, 6, 2), LinkLost("gone", jitter)]
+        case Fetch(version):
+            if state.fetch_stopping:
+                return [FetchStopped(), FetchDone(version)]
+            return [FetchDone(version), FetchFailed("no peers", jitter)]
+        case Load(version):
+            if state.engine == "stopping":
+                return [EngineStopped(alive=False), EngineLoaded(version)]
+            return [EngineLoaded(version), EngineFailed("died", False, False, jitter)]
+        case Ask(version):
+            world.leases += 1
+            unit = Unit(world.leases.to_bytes(16, "big"), version, 2, 2, world.now + 30)
+            return [Granted(unit), NoLease("enough", 3.0, jitter), AskFailed("slow", jitter)]
+        case Generate():
+            if state.engine == "stopping":
+                return [EngineStopped(alive=True), EngineFailed("died", False, False, jitter)]
+            world.submissions += 1
+            return [
+                UnitDone(world.submissions.to_bytes(32, "big")),
+                EngineFailed("out of memory", True, True, jitter),
+                EngineFailed("died", False, False, jitter),
+                UnitUnusable("disk full", jitter),
+            ]
+        case Upload(submission_id):
+            return [
+                Uploaded(submission_id, True),
+                Uploaded(submission_id, False),
+                UploadFailed("slow", jitter),
+            ]
+        case GiveBack(lease_id):
+            return [Returned(lease_id, True), Returned(lease_id, False)]
+    raise AssertionError(action)
+
+
+MODES: tuple[Mode, ...] = ("run", "pause", "finish", "leave")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=80), st.booleans())
+def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
+    choices: list[tuple[int, int, int]], exits: bool
+) -> None:
+    world = World(core.initial(exits, 0.0))
+    world.step()
+    for kind, a, b in choices:
+        if world.stop is not None:
+            break
+        if kind <= 5 and world.running:
+            action = world.running.pop(a % len(world.running))
+            options = answers(world, action)
+            world.state = core.apply(world.state, options[b % len(options)], world.now)
+        elif kind == 6:
+            world.now += (0.1, 1.0, 10.0, 100.0)[a % 4]
+        elif kind == 7:
+            until = world.now + 5.0 if b % 2 else None
+            world.feed(Command(MODES[a % (4 if b > 70 else 3)], until))
+        elif kind == 8:
+            world.feed(HeadSeen(min(7, world.state.head + 1 + a % 3)) if a % 4 else Judged(b"x" * 32))
+        elif world.state.link == "up":
+            world.feed(LinkLost("reset", 0.3))
+        elif world.state.unit is not None:
+            world.feed(DeadlineMoved(world.state.unit.lease_id, world.now + a - 5))
+        world.step()
+        world.check_rest()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=50))
+def test_after_any_trouble_a_healthy_world_gets_work_again(choices: list[tuple[int, int, int]]) -> None:
+    world = World()
+    world.step()
+    for kind, a, b in choices:
+        if kind <= 6 and world.running:
+            action = world.running.pop(a % len(world.running))
+            options = answers(world, action)
+            world.state = core.apply(world.state, options[b % len(options)], world.now)
+        elif kind == 7:
+            world.now += 1.0 + a
+        elif kind == 8:
+            world.feed(Command("pause" if a % 2 else "run"))
+        elif world.state.link == "up":
+            world.feed(LinkLost("reset", 0.3))
+        world.step()
+    world.feed(Command("run"))
+    world.feed(HeadSeen(max(0, world.state.head)))
+    before = world.submissions
+    for _ in range(300):
+        world.step()
+        if world.running:
+            action = world.running.pop(0)
+            world.state = core.apply(world.state, answers(world, action)[0], world.now)
+        else:
+            due = core.next_wake(world.state, world.now)
+            assert due is not None, world.state
+            world.now = due
+        if world.submissions > before + 1 and not world.state.pending:
+            return
+    pytest.fail(f"no work got done: {world.state}")
+
+
+def working() -> World:
+    """A node that has joined, loaded version 0 and generates its first unit."""
+    world = World()
+    world.step()
+    for event in (Joined(0, 10, 2), FetchDone(0), EngineLoaded(0), Granted(unit(1))):
+        world.running.clear()
+        world.state = core.apply(world.state, event, world.now)
+        world.step()
+    assert isinstance(world.running[-1], Generate)
+    return world
+
+
+def unit(number: int, version: int = 0) -> Unit:
+    return Unit(number.to_bytes(16, "big"), version, 2, 4, deadline=100.0)
+
+
+def last(world: World, event: Event, *ended: type[Action]) -> list[Action]:
+    """Feed an event that ends the given tasks; return what was started for it."""
+    before = len(world.started)
+    world.running = [a for a in world.running if not isinstance(a, ended)]
+    world.state = core.apply(world.state, event, world.now)
+    world.step()
+    return world.started[before:]
+
+
+def test_uploading_overlaps_the_next_unit_but_never_two() -> None:
+    world = working()
+    assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1"), Ask(0)]
+    assert last(world, Granted(unit(2)), Ask) == [Generate(unit(2), 0)]
+    assert last(world, UnitDone(b"2"), Generate) == []  # the first is still on its way
+    assert world.state.activity.name == "uploading"
+    assert last(world, Uploaded(b"1", True), Upload) == [Upload(b"2"), Ask(0)]
+
+
+def test_a_new_head_is_fetched_while_generating_and_loaded_between_units() -> None:
+    world = working()
+    assert last(world, HeadSeen(1)) == [Fetch(1)]
+    assert last(world, HeadSeen(2)) == []
+    assert last(world, HeadSeen(3)) == []
+    assert last(world, FetchDone(1), Fetch) == [Fetch(3)]  # 2 is skipped
+    assert last(world, FetchDone(3), Fetch) == []
+    assert world.state.engine == "generating"
+    assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1"), Load(3)]
+    assert last(world, EngineLoaded(3), Load) == [Ask(3)]
+
+
+def test_out_of_memory_is_retried_smaller_once_then_the_lease_goes_back() -> None:
+    world = working()
+    again = last(world, EngineFailed("out of memory", True, True, 0.0), Generate)
+    assert again == [Generate(replace(unit(1), attempt=1), 1)]
+    assert "second try" in world.state.activity.reason
+    given_back = last(world, EngineFailed("out of memory", True, True, 0.0), Generate)
+    assert given_back == [GiveBack(unit(1).lease_id, "out of memory")]
+    assert world.state.shrink == 2
+    assert last(world, Returned(unit(1).lease_id, True), GiveBack) == []
+    assert "out of memory" in world.state.activity.reason
+    assert world.state.activity.until is not None
+
+
+def test_a_dead_engine_is_loaded_again_for_the_same_unit() -> None:
+    world = working()
+    assert last(world, EngineFailed("killed: out of memory", True, False, 0.0), Generate) == [Load(0)]
+    assert last(world, EngineLoaded(0), Load) == [Generate(replace(unit(1), attempt=1), 1)]
+
+
+def test_a_pause_stops_the_engine_and_gives_the_lease_back_and_ends_by_itself() -> None:
+    world = working()
+    actions = last(world, Command("pause", until=60.0))
+    assert actions == [StopEngine("paused"), GiveBack(unit(1).lease_id, "paused")]
+    last(world, EngineStopped(alive=True), Generate)
+    last(world, Returned(unit(1).lease_id, True), GiveBack)
+    assert world.state.activity.name == "paused"
+    assert core.next_wake(world.state, world.now) == 60.0
+    world.now = 60.0
+    world.step()
+    assert world.started[-1] == Ask(0)
+
+
+def test_finish_completes_the_unit_and_its_upload_then_stops() -> None:
+    world = working()
+    assert last(world, Command("finish")) == []
+    assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1")]
+    assert last(world, Uploaded(b"1", True), Upload) == [Stop(0, "finished the last unit")]
+
+
+def test_finish_without_a_coordinator_keeps_the_submission_and_stops_in_time() -> None:
+    world = working()
+    last(world, Command("finish"))
+    last(world, LinkLost("gone", 0.0))
+    last(world, UnitDone(b"1"), Generate)
+    world.now += core.FINISH_GRACE_S
+    world.step()
+    assert world.stop is not None
+    assert "kept for next time" in world.stop.reason
+
+
+def test_leaving_never_takes_longer_than_two_seconds() -> None:
+    world = working()
+    last(world, Command("leave"))
+    assert world.stop is None
+    world.now += 2.0
+    world.step()
+    assert world.stop == Stop(0, "left the run")
+
+
+def test_an_expired_lease_ends_its_unit_without_a_return() -> None:
+    world = working()
+    world.now = 100.0
+    world.step()
+    assert world.started[-1] == StopEngine("the lease expired")
+    assert not world.state.returns
+
+
+def test_refusals_are_obeyed_and_shown() -> None:
+    world = working()
+    last(world, UnitDone(b"1"), Generate)
+    assert last(world, NoLease("no unit is free", 7.0, 0.0), Ask) == []
+    assert "no unit is free" in world.state.activity.reason
+    world.now = 6.9
+    world.step()
+    assert not world.of(Ask)
+    world.now = 7.0
+    world.step()
+    assert world.of(Ask)
+
+
+def test_a_complete_run_ends_work_and_the_process_if_so_wished() -> None:
+    world = working()
+    world.state = replace(world.state, exit_when_complete=True)
+    actions = last(world, HeadSeen(10))
+    assert actions == [StopEngine("the run is complete"), GiveBack(unit(1).lease_id, "the run is complete")]
+    last(world, EngineStopped(alive=True), Generate)
+    last(world, Returned(unit(1).lease_id, True), GiveBack)
+    assert world.stop == Stop(0, "the run is complete")
+
+
+def test_what_an_earlier_process_left_is_sent_and_given_back() -> None:
+    world = World()
+    world.step()
+    world.feed(Restored((b"old",), (b"L" * 16,)))
+    started = last(world, Joined(-1, 10, 2), Connect)
+    assert started == [GiveBack(b"L" * 16, "the node was restarted"), Upload(b"old")]
+
+
+def test_backoff_grows_is_jittered_and_starts_afresh_after_a_session() -> None:
+    world = World()
+    world.step()
+    waits = []
+    for _ in range(10):
+        world.running.clear()
+        world.feed(LinkLost("refused", 0.999))
+        waits.append(world.state.link_retry.at - world.now)
+        world.now = world.state.link_retry.at
+        world.step()
+    assert waits == sorted(waits)
+    assert waits[0] <= 1.0
+    assert 59 < waits[-1] <= 60
+    last(world, Joined(-1, 10, 2), Connect)
+    last(world, LinkLost("reset", 0.0))
+    assert world.state.link_retry.at - world.now == 0.5
+
+
+def test_a_fatal_refusal_ends_with_its_code() -> None:
+    world = World()
+    world.step()
+    world.feed(Fatal("update first", 3))
+    assert world.state.stopped == Stop(3, "update first")
+    assert world.state.activity.name == "stopped"
