@@ -75,22 +75,26 @@ async def _session(ctx: Context, attempt: int) -> str:
     peer_id, address = await dial(ctx.network, ctx.config.addresses)
     session = await greet(ctx.network, peer_id)
     ctx.coordinator = ctx.facts.coordinator = peer_id
+    failure: BarnraiseError | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.run)
         try:
-            if not await _join(ctx, session, peer_id, address):
-                return "the run was not joined"
-            ctx.session = session
-            nursery.start_soon(_heartbeats, ctx, session)
-            await _catch_up_receipts(ctx, session)  # before pushes are read: no gap between the two
-            async for message in session.pushes:
-                _pushed(ctx, message)
-            return await session.wait_ended()
+            if await _join(ctx, session, peer_id, address):
+                ctx.session = session
+                nursery.start_soon(_heartbeats, ctx, session)
+                await _catch_up_receipts(ctx, session)  # before pushes are read: no gap between the two
+                async for message in session.pushes:
+                    _pushed(ctx, message)
+        except BarnraiseError as error:
+            failure = error  # raised outside of the nursery, which would wrap it in a group
         finally:
             ctx.session = None
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 2.0):
                 await session.close()
             nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return session.reason
 
 
 async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> bool:

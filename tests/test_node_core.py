@@ -158,11 +158,14 @@ def answers(world: World, action: Action) -> list[Event]:
     raise AssertionError(action)
 
 
+CHOICE = st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99))
 MODES: tuple[Mode, ...] = ("run", "pause", "finish", "leave")
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=80), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=80), st.booleans()
+)
 def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
     choices: list[tuple[int, int, int]], exits: bool
 ) -> None:
@@ -191,7 +194,7 @@ def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=50))
+@given(st.lists(CHOICE, max_size=50))
 def test_after_any_trouble_a_healthy_world_gets_work_again(choices: list[tuple[int, int, int]]) -> None:
     world = World()
     world.step()
