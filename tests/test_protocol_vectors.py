@@ -1,6 +1,6 @@
 """docs/protocol.md and its vectors say what the code does.
 
-``python tests/test_protocol_vectors.py`` prints the tables and writes the vectors
+If a row is missing here: ``python tests/test_protocol_vectors.py`` prints the tables and writes the vectors
 again, for whoever changes the protocol on purpose.
 """
 
