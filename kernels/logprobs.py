@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from barnraise.kernels.sampling import _border as truncation_border
+from barnraise.kernels.sampling import truncation_border
 
 CHUNK_ELEMENTS = 2**24
 """Logits alive at once by default: 64 MiB in float32."""
