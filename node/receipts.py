@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -76,7 +77,8 @@ class ReceiptBook:
             return
         lost = len(data) - good
         if not _is_torn(data[good:]):
-            aside = self.path.with_name(f"{self.path.name}.damaged-{good}")
+            names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
+            aside = next(path for path in names if not path.exists())
             aside.write_bytes(data)
             self.repaired = f"{self.path} was damaged after {good} bytes; the whole is kept as {aside}"
         else:
@@ -137,22 +139,12 @@ class ReceiptBook:
             SignatureError, MalformedError: a record on disk is not what was added.
             StorageError: the file cannot be read.
         """
-        count = 0
-        for signed in self.signed():
+        kept = read_receipts(self.path) if self.path.exists() else []
+        for signed in kept:
             open_signed(signed, Receipt, self._operator)
-            count += 1
-        if count != len(self._receipts) + len(self.conflicts):
-            raise MalformedError(f"{self.path} was changed: it holds {count} readable receipts")
-        return count
-
-    def signed(self) -> Iterator[Signed]:
-        """The receipts as signed, in order of arrival: what a third party can check."""
-        try:
-            data = self.path.read_bytes() if self.path.exists() else b""
-        except OSError as error:
-            raise StorageError(f"cannot read the receipts in {self.path}: {error}") from error
-        for signed, _ in _records(data):
-            yield signed
+        if len(kept) != len(self._receipts) + len(self.conflicts):
+            raise MalformedError(f"{self.path} was changed meanwhile: it holds {len(kept)} receipts")
+        return len(kept)
 
     def _is_known(self, receipt: Receipt) -> bool:
         first = self._receipts.get(receipt.ledger_index)
@@ -185,6 +177,25 @@ class ReceiptBook:
                 f"cannot keep a receipt in {self.path} ({len(data)} bytes are needed there): "
                 f"{error.strerror or error}"
             ) from error
+
+
+def read_receipts(path: Path) -> list[Signed]:
+    """The signed receipts in a node's file, in order of arrival; nothing is verified or repaired.
+
+    Raises:
+        MalformedError: the file is damaged, or ends in the middle of a record.
+        StorageError: it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"cannot read the receipts in {path}: {error.strerror or error}") from error
+    records = list(_records(data))
+    found = [signed for signed, _ in records]
+    good = records[-1][1] if records else 0
+    if good != len(data):
+        raise MalformedError(f"{path} is damaged after {good} of {len(data)} bytes ({len(found)} receipts)")
+    return found
 
 
 def _record(signed: Signed) -> bytes:

@@ -29,6 +29,7 @@ _REFRESH_S = 1.0  # how often new sources are looked for
 _ORIGIN_GRACE_S = 2.0  # complete peers have this long to show their rate
 _ORIGIN_HELPS_S = 10.0  # the coordinator is asked too when peers would need longer than this
 _ENDGAME_S = 1.0  # a shard in flight for so long may be asked of a second source
+_MAX_DONORS = 16  # asked at the same time, the coordinator among them
 _SCAN = 256  # shards looked at for one that a source may have
 
 
@@ -142,11 +143,14 @@ class _Download:
             raise self.failure
 
     def _enlist(self, nursery: trio.Nursery) -> None:
-        for source in self.owner.sources(self.version):
+        offered = sorted(self.owner.sources(self.version), key=lambda s: (not s.origin, not s.complete))
+        for source in offered:
             if source.peer_id in self.owner.banned or source.peer_id == self.owner.network.peer_id:
                 continue
             donor = self.donors.get(source.peer_id)
             if donor is None:
+                if not source.origin and sum(not d.out for d in self.donors.values()) >= _MAX_DONORS:
+                    continue
                 client = ShardClient(self.owner.network, source.peer_id, source.addresses)
                 donor = self.donors[source.peer_id] = _Donor(source, client, source.complete)
                 for _ in range(1 if source.origin else 4):
@@ -185,6 +189,8 @@ class _Download:
                 return digest
         patience = _ENDGAME_S * (3 if donor.source.origin else 1)
         for digest, asked in self.flying.items():
+            if digest not in self.missing:
+                continue  # a second request still under way for what the first has brought
             others = len(asked) == 1 and asked[0][0] is not donor and now - asked[0][1] >= patience
             if others and donor.lacks.get(digest, (0.0, 0.0))[0] <= now:
                 return digest
