@@ -95,7 +95,7 @@ def gumbel(seeds: Sequence[int], positions: Tensor, vocab: int) -> Tensor:
     return noise.view(rows, groups * 4)[:, :vocab]
 
 
-def _border(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+def truncation_border(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     """The smallest scaled logit that truncation keeps, [B, 1]; -inf where it keeps all.
 
     Top-k first, then top-p on what top-k left, renormalised: the smallest set of
@@ -142,7 +142,7 @@ def draw(
     """
     scaled = logits.float() / temperature
     if top_k or top_p < 1.0:
-        scaled = scaled.masked_fill(scaled < _border(scaled, top_k, top_p), -torch.inf)
+        scaled = scaled.masked_fill(scaled < truncation_border(scaled, top_k, top_p), -torch.inf)
     tokens = (scaled + gumbel(seeds, positions.to(scaled.device), scaled.shape[-1])).argmax(dim=-1)
     chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - scaled.logsumexp(dim=-1)
@@ -183,11 +183,11 @@ def margins(
     # Noise e in the logits moves the mass of a set by at most 2 e m (1 - m), and so the
     # border of top-p by whole tokens where that mass happens to lie at p.
     shift = 2 * slack * top_p * (1 - top_p)
-    sure = scaled >= _border(scaled, top_k, max(top_p - shift, 1e-9)) + slack
-    possible = claimed >= _border(scaled, top_k, min(top_p + shift, 1.0)) - slack
+    sure = scaled >= truncation_border(scaled, top_k, max(top_p - shift, 1e-9)) + slack
+    possible = claimed >= truncation_border(scaled, top_k, min(top_p + shift, 1.0)) - slack
     best = perturbed.masked_fill(~sure, -torch.inf).amax(dim=-1, keepdim=True)
     margin = (best - target).clamp(min=0.0).masked_fill(~possible, torch.inf)
-    kept = (scaled >= _border(scaled, top_k, top_p)).scatter(1, index, possible)
+    kept = (scaled >= truncation_border(scaled, top_k, top_p)).scatter(1, index, possible)
     total = scaled.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
     logprob = (claimed - total).masked_fill(~possible, -torch.inf)
     return margin.squeeze(1), logprob.squeeze(1)

@@ -1,0 +1,346 @@
+"""The verifier: judges submissions by running the model that they claim to have run.
+
+Prompts are derived again from the lease's seeds, one batched prefill gives the final
+hidden states behind every claimed token, and everything else follows from those:
+TOPLOC scores, the seeded draw, the log-probabilities. Rewards are computed here alone.
+
+A job is judged on its own merits: what one submission makes fail is tried again
+alone, and then costs that submission only. ``LocalVerifier`` is the seam of
+``barnraise.coordinator.workers`` in this very process;
+``barnraise.coordinator.verifier_child`` runs the same in a child.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import trio
+from torch import Tensor
+
+from barnraise.coordinator import checks
+from barnraise.coordinator.checks import CheckFailure, Completion
+from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
+from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
+from barnraise.kernels.prefill import prefill
+from barnraise.kernels.sampling import margins
+from barnraise.kernels.tokens import Codec
+from barnraise.kernels.toploc import chunk_points, score
+from barnraise.protocol.environments import Task, build_environment
+from barnraise.protocol.errors import BarnraiseError, RunFolderError
+from barnraise.protocol.messages import Verdict
+from barnraise.protocol.seeds import sample_seed, task_seed
+
+log = logging.getLogger(__name__)
+
+_SLICE_TOKENS = 65_536  # completion tokens whose states are held at once
+_LOGIT_ELEMENTS = 2**21  # logits held at once; the noise takes eight bytes each besides
+_POLICY_BYTES = 1024**3  # weights of recent versions held besides the one in use
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass
+class _Case:
+    """A job that passed the checks which need no model, and what was measured of it since."""
+
+    job: VerifyJob
+    completions: list[Completion]
+    tasks: list[Task]
+    prompts: list[list[int]]
+    seeds: list[int]
+    failure: CheckFailure | None = None
+    margins: list[Floats] = field(default_factory=list)
+    logprobs: list[Floats] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.completions)
+
+
+class Judge:
+    """Holds the policies of recent versions and judges. Synchronous; one caller at a time."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        """Read tokenizer and environment; weights are loaded when first needed.
+
+        Raises:
+            ModelError, TaskError: the run's model folder or environment cannot be used here.
+        """
+        self.spec = setup.spec
+        self.run_id = setup.run_id
+        self.folder = Path(setup.folder)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._environment = build_environment(self.spec.environment)
+        self._codec = Codec(checkpoint_folder(self.folder, 0), self.spec.environment)
+        self._policies: dict[int, Policy] = {}  # by version, least recently used first
+
+    def judge(
+        self, jobs: Sequence[VerifyJob], should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[Judged, ...]:
+        """One result per job, in order. ``should_stop`` is polled between batches.
+
+        Raises:
+            BarnraiseError: a version's weights cannot be loaded though its checkpoint
+                exists, or ``should_stop`` said so: nothing was judged.
+        """
+        results: dict[int, Judged] = {}
+        versions: dict[int, list[int]] = defaultdict(list)
+        cases: dict[int, _Case] = {}
+        for place, job in enumerate(jobs):
+            try:
+                cases[place] = self._open(job)
+                versions[job.lease.policy_version].append(place)
+            except CheckFailure as failure:
+                results[place] = _rejected(job, failure.verdict())
+        # The version that is loaded already comes first, then older before newer.
+        for version in sorted(versions, key=lambda version: (version not in self._policies, version)):
+            places = versions[version]
+            for place, result in zip(
+                places, self._version([cases[p] for p in places], should_stop), strict=True
+            ):
+                results[place] = result
+        return tuple(results[place] for place in range(len(jobs)))
+
+    # --- without the model
+
+    def _open(self, job: VerifyJob) -> _Case:
+        submission = checks.open_payload(job.payload)
+        lease = job.lease
+        checks.check_lease(submission, lease)
+        checks.check_order(submission.rollouts, lease)
+        completions = [
+            checks.read_rollout(rollout, number, self.spec)
+            for number, rollout in enumerate(submission.rollouts)
+        ]
+        tasks = [
+            self._environment.task(task_seed(self.run_id, lease.lease_id, lease.node, prompt), held_out=False)
+            for prompt in range(lease.prompts)
+        ]
+        prompts = [self._codec.encode_prompt(task.prompt) for task in tasks]
+        return _Case(
+            job=job,
+            completions=completions,
+            tasks=[task for task in tasks for _ in range(lease.group_size)],
+            prompts=[prompt for prompt in prompts for _ in range(lease.group_size)],
+            seeds=[
+                sample_seed(self.run_id, lease.lease_id, prompt, sample)
+                for prompt in range(lease.prompts)
+                for sample in range(lease.group_size)
+            ],
+        )
+
+    # --- with it
+
+    def _version(self, cases: list[_Case], should_stop: Callable[[], bool]) -> list[Judged]:
+        """Judge cases of one policy version together; if that fails, each alone."""
+        version = cases[0].job.lease.policy_version
+        try:
+            policy = self._policy(version)
+        except RunFolderError as error:
+            return [_unverifiable(case.job, str(error)) for case in cases]
+        try:
+            return self._together(policy, cases, should_stop)
+        except Exception as error:
+            if _ours(error):
+                raise
+            log.exception("judging %d submissions of version %d failed: each alone now", len(cases), version)
+        results = []
+        for case in cases:
+            case.failure = None
+            case.margins.clear()
+            case.logprobs.clear()
+            try:
+                results += self._together(policy, [case], should_stop)
+            except Exception as error:
+                if _ours(error):
+                    raise
+                # Prompt and weights are ours and were fine: what is left is the payload.
+                log.exception("submission %s makes the verifier fail", case.job.submission_id.hex())
+                text = f"the verifier fails on this submission: {type(error).__name__}: {error}"
+                results.append(_rejected(case.job, CheckFailure("verifier-error", 0, 1, "", text).verdict()))
+        return results
+
+    @torch.no_grad()
+    def _together(self, policy: Policy, cases: list[_Case], should_stop: Callable[[], bool]) -> list[Judged]:
+        verify = self.spec.verify
+        for case in cases:
+            try:
+                for number, completion in enumerate(case.completions):
+                    checks.check_proofs(completion, number, policy.hidden_size, verify)
+            except CheckFailure as failure:
+                case.failure = failure
+        for part in _slices([case for case in cases if case.failure is None]):
+            if should_stop():
+                raise BarnraiseError("judging was given up: nobody waits for it")
+            self._measure(policy, [(case, number) for case, number in part if case.failure is None])
+        return [self._conclude(case) for case in cases]
+
+    def _measure(self, policy: Policy, rows: list[tuple[_Case, int]]) -> None:
+        """Prefill these rollouts; check their proofs, and keep margins and log-probabilities."""
+        if not rows:
+            return
+        verify = self.spec.verify
+        found = [case.completions[number] for case, number in rows]
+        states = prefill(
+            policy,
+            [case.prompts[number] for case, number in rows],
+            [completion.tokens.tolist() for completion in found],
+        )
+        if not all(bool(torch.isfinite(state).all()) for state in states):
+            raise BarnraiseError("the policy's own hidden states are not finite: its weights are broken")
+        scores = score(
+            [completion.proofs for completion in found], states, verify.toploc_top_k, verify.toploc_chunk
+        )
+        for (case, number), completion, values in zip(rows, found, scores, strict=True):
+            points = chunk_points(
+                len(completion.tokens), policy.hidden_size, verify.toploc_top_k, verify.toploc_chunk
+            )
+            try:
+                if case.failure is None:
+                    checks.check_toploc(values, points, number, verify)
+            except CheckFailure as failure:
+                case.failure = failure
+        kept = [i for i, (case, _) in enumerate(rows) if case.failure is None]
+        if kept:
+            self._draws(policy, [rows[i] for i in kept], [states[i] for i in kept])
+
+    def _draws(self, policy: Policy, rows: list[tuple[_Case, int]], states: list[Tensor]) -> None:
+        sampling = self.spec.sampling
+        found = [case.completions[number] for case, number in rows]
+        lengths = [len(completion.tokens) for completion in found]
+        hidden = torch.cat(states)
+        tokens = torch.from_numpy(np.concatenate([completion.tokens for completion in found]))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        seeds = [
+            case.seeds[number]
+            for (case, number), length in zip(rows, lengths, strict=True)
+            for _ in range(length)
+        ]
+        step = max(1, _LOGIT_ELEMENTS // policy.vocabulary)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            margin, logprob = margins(
+                policy.logits(hidden[part]),
+                tokens[part].to(hidden.device),
+                seeds[part],
+                positions[part],
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                slack=self.spec.verify.sampling_margin,
+            )
+            parts.append((margin.cpu(), logprob.cpu()))
+        margin_rows = torch.split(torch.cat([part[0] for part in parts]), lengths)
+        logprob_rows = torch.split(torch.cat([part[1] for part in parts]), lengths)
+        for (case, _), margin, logprob in zip(rows, margin_rows, logprob_rows, strict=True):
+            case.margins.append(margin.numpy())
+            case.logprobs.append(logprob.numpy())
+
+    def _conclude(self, case: _Case) -> Judged:
+        """The checks over a whole submission, and the rewards of one that passed."""
+        verify = self.spec.verify
+        try:
+            if case.failure is not None:
+                raise case.failure
+            checks.check_sampling(case.margins, verify)
+            for number, completion in enumerate(case.completions):
+                checks.check_end(completion, case.logprobs[number], number, verify)
+            checks.check_logprobs(
+                [completion.logprobs for completion in case.completions], case.logprobs, verify
+            )
+        except CheckFailure as failure:
+            return _rejected(case.job, failure.verdict())
+        rewards = []
+        for task, completion in zip(case.tasks, case.completions, strict=True):
+            reward = float(self._environment.score(task, self._codec.decode(completion.tokens.tolist())))
+            rewards.append(reward if math.isfinite(reward) else 0.0)
+        return Judged(
+            submission_id=case.job.submission_id,
+            verdict=checks.accepted(case.tokens),
+            rewards=tuple(rewards),
+            tokens=case.tokens,
+        )
+
+    def _policy(self, version: int) -> Policy:
+        """The policy of ``version``, from memory, from an older one's memory, or from its checkpoint.
+
+        Raises:
+            RunFolderError: the checkpoint is gone.
+            ModelError: it is there and cannot be loaded.
+        """
+        policy = self._policies.pop(version, None)
+        if policy is None:
+            folder = checkpoint_folder(self.folder, version)
+            if not folder.is_dir():
+                raise RunFolderError(f"the weights of version {version} are no longer kept ({folder.name})")
+            if self._policies and len(self._policies) >= self._room():
+                policy = self._policies.pop(next(iter(self._policies)))  # dropped if swapping fails
+                swap_weights(policy, folder)
+            else:
+                policy = load_policy(folder, self.spec.model.compute_dtype, self._device)
+            if policy.vocabulary < self.spec.model.vocabulary:
+                raise ModelError(
+                    f"{folder} has a vocabulary of {policy.vocabulary}, the run spec says "
+                    f"{self.spec.model.vocabulary}: it is another run's model"
+                )
+        self._policies[version] = policy
+        return policy
+
+    def _room(self) -> int:
+        """How many versions to hold: those within the allowed lag, as far as memory goes."""
+        policy = next(iter(self._policies.values()))
+        size = policy.parameters * policy.head_weight.element_size()
+        return max(1, min(self.spec.rollout.max_lag + 2, _POLICY_BYTES // max(size, 1)))
+
+
+def _ours(error: Exception) -> bool:
+    """Whether an error says something about this machine and nothing about a payload."""
+    memory = isinstance(error, RuntimeError) and "memory" in str(error).lower()
+    return memory or isinstance(error, BarnraiseError | MemoryError | OSError)
+
+
+def _slices(cases: list[_Case]) -> list[list[tuple[_Case, int]]]:
+    """All rollouts in order, cut so that each part has at most ``_SLICE_TOKENS`` tokens."""
+    parts: list[list[tuple[_Case, int]]] = []
+    room = 0
+    for case in cases:
+        for number, completion in enumerate(case.completions):
+            if len(completion.tokens) > room:
+                parts.append([])
+                room = max(_SLICE_TOKENS, len(completion.tokens))
+            parts[-1].append((case, number))
+            room -= len(completion.tokens)
+    return parts
+
+
+def _rejected(job: VerifyJob, verdict: Verdict) -> Judged:
+    return Judged(submission_id=job.submission_id, verdict=verdict, rewards=(), tokens=0)
+
+
+def _unverifiable(job: VerifyJob, why: str) -> Judged:
+    """A rejection that is the coordinator's fault: the check's name keeps it from counting."""
+    text = f"{why}; no mark against you"
+    return _rejected(job, CheckFailure("unverifiable", 0, 1, "", text).verdict())
+
+
+class LocalVerifier:
+    """The verifier seam in this very process, for tests and the simulator: it blocks while it judges."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._judge = Judge(setup)
+
+    async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
+        await trio.lowlevel.checkpoint()
+        return self._judge.judge(jobs)
+
+    async def close(self) -> None:
+        await trio.lowlevel.checkpoint()
