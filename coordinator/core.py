@@ -1,0 +1,255 @@
+"""Decide, journal, reply: the one way in which anything happens to a run.
+
+A decision reads the state and calls ``record`` without an await in between, so no
+two decisions ever see the same state. The events are applied at once and queued;
+``run`` commits whatever is queued in one transaction (many sessions share one
+fsync), and only then does ``record`` return, do listeners hear of it, and does
+anything leave this process. State is therefore ahead of the disk only by what
+nobody has seen. If the disk refuses, everything still queued fails with
+``StorageError``, the state is folded again from the journal, and life goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import trio
+
+from barnraise.coordinator import ledger_log
+from barnraise.coordinator.events import Event, RunOpened, SubmissionJudged
+from barnraise.coordinator.journal import Journal, Payload, StoredReceipt, Write
+from barnraise.coordinator.state import EventError, State, apply
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import StorageError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.ledger import encode_entry
+from barnraise.protocol.merkle import MerkleLog
+from barnraise.protocol.messages import Message, Receipt, Signed, TreeHead
+from barnraise.protocol.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_GROUP = 512  # writes in one transaction
+MAX_GROUP_BYTES = 64 * 1024 * 1024
+
+Listener = Callable[[Write], None]
+
+
+class Offload(Protocol):
+    """Runs a blocking function away from the event loop (or in place, in simulations)."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def in_thread(work: Callable[[], T], /) -> T:
+    """Run ``work`` in a worker thread; a cancelled caller waits for it to finish."""
+    return await trio.to_thread.run_sync(work)
+
+
+async def in_place(work: Callable[[], T], /) -> T:
+    """Run ``work`` here and now: for virtual time, whose clock must not run on beside a thread."""
+    await trio.lowlevel.checkpoint()
+    return work()
+
+
+class _Queued:
+    __slots__ = ("done", "error", "size", "write")
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self.size = sum(len(payload.signed.payload) for payload in write.payloads)
+        self.done = trio.Event()
+        self.error: StorageError | None = None
+
+
+class Core:
+    """State, ledger and journal of one run, kept in step.
+
+    Attributes:
+        state: folded from everything recorded; replaced, not mended, after a disk failure.
+        ledger: the Merkle log over the entries derived from the same events.
+        listeners: called in order with each write once it is durable; must not raise.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        spec: RunSpec,
+        run_id: bytes,
+        identity: Identity,
+        now_ms: Callable[[], int],
+        offload: Offload = in_thread,
+    ) -> None:
+        self.spec = spec
+        self.run_id = run_id
+        self.now_ms = now_ms
+        self.offload = offload
+        self.journal = journal
+        self.listeners: list[Listener] = []
+        self.trouble = ""  # why the last commit failed, until one succeeds
+        self._identity = identity
+        self._queue: deque[_Queued] = deque()
+        self._work = trio.Event()
+        self._changed = trio.Event()
+        self._defect: EventError | None = None
+        self._head_due = False
+        self.state, self.ledger = self._replay()
+
+    def _replay(self) -> tuple[State, MerkleLog]:
+        state = State(max_lag=self.spec.rollout.max_lag)
+        ledger = MerkleLog()
+        for event in self.journal.events():
+            self._advance(state, ledger, event)
+        return state, ledger
+
+    def _advance(self, state: State, ledger: MerkleLog, event: Event) -> int | None:
+        entry = ledger_log.entry_of(state, event)
+        apply(state, event)
+        return None if entry is None else ledger.append(encode_entry(entry))
+
+    def sign(self, payload: Message) -> Signed:
+        """Sign with the run's key."""
+        return sign(payload, self._identity)
+
+    @property
+    def queue_length(self) -> int:
+        """Writes that wait for the disk."""
+        return len(self._queue)
+
+    async def record(
+        self,
+        events: Sequence[Event],
+        *,
+        payloads: Sequence[Payload] = (),
+        manifest: tuple[int, Signed] | None = None,
+        drop_payloads: Sequence[bytes] = (),
+    ) -> None:
+        """Let ``events`` happen, and return once they and the bytes with them are durable.
+
+        Applied before the first checkpoint. If the caller is cancelled while it
+        waits, the write still happens.
+
+        Raises:
+            StorageError: the disk refused; none of it happened.
+            EventError: the first event does not follow from the state.
+        """
+        if self._defect is not None:
+            raise self._defect
+        write = Write(events=events, payloads=payloads, manifest=manifest, drop_payloads=drop_payloads)
+        write.receipts = self._apply(events)
+        queued = _Queued(write)
+        self._queue.append(queued)
+        self._work.set()
+        await queued.done.wait()
+        if queued.error is not None:
+            raise queued.error
+
+    def _apply(self, events: Iterable[Event]) -> list[StoredReceipt]:
+        receipts = []
+        for position, event in enumerate(events):
+            try:
+                index = self._advance(self.state, self.ledger, event)
+            except EventError as error:
+                if position > 0:  # half applied: only a restart can be trusted
+                    self._defect = error
+                    self._work.set()
+                raise
+            if isinstance(event, SubmissionJudged) and index is not None:
+                judged = self.state.submissions[event.submission_id]
+                receipt = Receipt(
+                    run_id=self.run_id,
+                    node=judged.lease.node,
+                    lease_id=judged.lease.lease_id,
+                    submission_id=event.submission_id,
+                    verdict=event.verdict,
+                    credit=event.credit,
+                    ledger_index=index,
+                    issued_at=event.at_ms,
+                )
+                receipts.append(StoredReceipt(index, judged.lease.node, self.sign(receipt)))
+        return receipts
+
+    async def open(self) -> None:
+        """Record the run's first event if the journal is empty. ``run`` must be running."""
+        if not self.state.run_id:
+            opened = RunOpened(run_id=self.run_id, operator=self.spec.operator, at_ms=self.now_ms())
+            await self.record([opened])
+
+    async def run(self) -> None:
+        """Commit what is queued, for ever.
+
+        Raises:
+            EventError: a defect left the state half changed; restart from the journal.
+        """
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            if self._defect is not None:
+                raise self._defect
+            while self._queue:
+                await self._commit_some()
+
+    async def _commit_some(self) -> None:
+        group: list[_Queued] = []
+        size = 0
+        while self._queue and len(group) < MAX_GROUP and size < MAX_GROUP_BYTES:
+            queued = self._queue.popleft()
+            group.append(queued)
+            size += queued.size
+        writes = [queued.write for queued in group]
+        self._head_due = self._head_due or any(write.manifest is not None for write in writes)
+        if self._head_due and not self._queue:  # else the log is ahead of what this transaction holds
+            writes.append(Write(tree_head=self._tree_head()))
+            self._head_due = False
+        with trio.CancelScope(shield=True):  # a reply may depend on it: never abandon it half way
+            try:
+                await self.offload(lambda: self.journal.commit(writes))
+            except StorageError as error:
+                self._fail(group, error)
+                return
+        self.trouble = ""
+        for queued in group:
+            for listener in self.listeners:
+                listener(queued.write)
+            queued.done.set()
+        self._wake()
+
+    def _fail(self, group: list[_Queued], error: StorageError) -> None:
+        log.error("%s", error)
+        self.trouble = str(error)
+        # What was queued meanwhile was decided on a state that never became true.
+        group.extend(self._queue)
+        self._queue.clear()
+        self.state, self.ledger = self._replay()
+        for queued in group:
+            queued.error = error
+            queued.done.set()
+        self._wake()
+
+    def _tree_head(self) -> tuple[int, Signed]:
+        size = len(self.ledger)
+        head = TreeHead(run_id=self.run_id, size=size, root=self.ledger.root(size), issued_at=self.now_ms())
+        return size, self.sign(head)
+
+    async def sign_tree_head(self) -> None:
+        """Sign the ledger as it stands, durably (also done with every published version).
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        self._head_due = True
+        await self.record([])
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    @property
+    def changed(self) -> trio.Event:
+        """Set by the next commit (or failure); take it before looking, wait on it after."""
+        return self._changed

@@ -1,0 +1,337 @@
+"""The run folder: everything that a coordinator owns, in one place that can be copied or moved.
+
+::
+
+    RUN/run.key          the run's signing key (0600); whoever has it speaks for the run
+    RUN/spec.bin         the signed run spec
+    RUN/format           the layout's version, "1"
+    RUN/state.sqlite     the journal
+    RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
+    RUN/store/           shards that lie in no checkpoint
+    RUN/control.sock     while a coordinator runs; RUN/lock keeps a second one out
+    RUN/coordinator.log
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from barnraise.coordinator.workers import checkpoint_folder
+from barnraise.protocol import wire
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
+from barnraise.protocol.identity import Identity, load_identity, save_identity
+from barnraise.protocol.manifest import ASSET_ALLOWANCE, WEIGHTS_FILE
+from barnraise.protocol.messages import Signed
+from barnraise.protocol.runid import open_run_spec, run_id
+from barnraise.protocol.spec import (
+    Dtype,
+    EnvironmentSpec,
+    EvalSpec,
+    GrpoSpec,
+    ModelSpec,
+    RolloutSpec,
+    RunSpec,
+    SamplingSpec,
+    VerifySpec,
+)
+
+FORMAT = "1"
+_MAX_SPEC = 1024 * 1024
+_ASSET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_ASSET_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+_NOT_ASSETS = frozenset({"state.json", "model.safetensors.index.json", "trainer_state.json"})
+_MAX_HEADER = 100 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator chooses about a run, apart from model and verification (see ``presets``)."""
+
+    environment: EnvironmentSpec
+    sampling: SamplingSpec
+    rollout: RolloutSpec
+    grpo: GrpoSpec
+    evaluation: EvalSpec
+    weights_dtype: Dtype
+    compute_dtype: Dtype
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run folder."""
+
+    path: Path
+    spec: RunSpec
+    signed_spec: Signed
+    run_id: bytes
+    identity: Identity
+
+    @property
+    def journal_path(self) -> Path:
+        return self.path / "state.sqlite"
+
+    @property
+    def store_path(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def control_path(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "coordinator.log"
+
+
+def create_run(
+    folder: Path,
+    model_folder: Path,
+    settings: Settings,
+    verify: VerifySpec,
+    *,
+    name: str,
+    description: str,
+    model_name: str,
+    seed: int,
+    now_ms: int,
+    identity: Identity | None = None,
+) -> bytes:
+    """Make a run folder around a prepared model and return the run's id.
+
+    ``model_folder`` holds config.json, the tokenizer's files and one
+    ``model.safetensors``. ``folder`` must not exist, or be empty; it appears whole
+    or not at all.
+
+    Raises:
+        RunFolderError: ``folder`` is in use, or the model folder lacks something.
+        StorageError: the disk refuses.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunFolderError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    identity = identity or Identity.generate()
+    model = describe_model(model_folder, model_name, settings.weights_dtype, settings.compute_dtype)
+    spec = RunSpec(
+        format=1,
+        name=name,
+        description=description,
+        operator=identity.public_key,
+        created_at=now_ms,
+        phase="posttrain",
+        seed=seed,
+        model=model,
+        environment=settings.environment,
+        sampling=settings.sampling,
+        rollout=settings.rollout,
+        grpo=settings.grpo,
+        verify=verify,
+        evaluation=settings.evaluation,
+        admission="open",
+    )
+    signed = sign(spec, identity)
+    try:
+        open_run_spec(signed)  # what others would refuse must not be signed in the first place
+    except BarnraiseError as error:
+        raise RunFolderError(f"these settings make no valid run: {error}") from None
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
+        try:
+            _fill(part, model_folder, model, signed, identity)
+            if folder.exists():
+                folder.rmdir()
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the run folder {folder}: {error}") from error
+    return run_id(signed)
+
+
+def _fill(part: Path, model_folder: Path, model: ModelSpec, signed: Signed, identity: Identity) -> None:
+    checkpoint = checkpoint_folder(part, 0)
+    checkpoint.mkdir(parents=True)
+    (part / "store").mkdir()
+    for name in (*model.assets, WEIGHTS_FILE):
+        shutil.copyfile(model_folder / name, checkpoint / name)
+        _sync(checkpoint / name)
+    save_identity(identity, part / "run.key")
+    (part / "spec.bin").write_bytes(wire.encode(signed))
+    _sync(part / "spec.bin")
+    (part / "format").write_text(FORMAT + "\n")
+    _sync(part / "format")
+    part.chmod(0o755)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_spec(folder: Path) -> tuple[RunSpec, Signed, bytes]:
+    """The run's spec, as signed, and its id; works beside a running coordinator.
+
+    Raises:
+        RunFolderError: no run folder, incomplete, damaged, or of another format version.
+    """
+    try:
+        found = (folder / "format").read_text(errors="replace").strip()[:20]
+        data = (folder / "spec.bin").read_bytes()[: _MAX_SPEC + 1]
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename)).name
+        raise RunFolderError(
+            f"{folder} is no complete run folder ({missing} is missing): "
+            "make one with `barnraise run init DIR`"
+        ) from None
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error}") from None
+    if found != FORMAT:
+        raise RunFolderError(
+            f"{folder} has layout version {found or 'unknown'}, this barnraise reads version {FORMAT}: "
+            "use the barnraise release that made it, or make a new run with `barnraise run init`"
+        )
+    try:
+        signed = wire.decode(data, Signed)
+        return open_run_spec(signed), signed, run_id(signed)
+    except BarnraiseError as error:
+        raise RunFolderError(
+            f"{folder / 'spec.bin'} is damaged ({error}): restore it from a backup"
+        ) from None
+
+
+@contextmanager
+def open_run(folder: Path) -> Iterator[Run]:
+    """Open a run folder for the one coordinator that may use it at a time.
+
+    Raises:
+        RunFolderError: as ``read_spec``; or another coordinator uses it; or the key is not the run's.
+        KeyFileError: the key file is missing, damaged, or readable by others.
+    """
+    spec, signed, identifier = read_spec(folder)
+    identity = load_identity(folder / "run.key")
+    if identity.public_key != spec.operator:
+        raise RunFolderError(
+            f"{folder / 'run.key'} is not the key that signed {folder / 'spec.bin'}: "
+            "restore the run's own key"
+        )
+    if not (checkpoint_folder(folder, 0) / WEIGHTS_FILE).is_file():
+        raise RunFolderError(
+            f"{folder} has no checkpoint of version 0: restore it from a backup, or make a new run"
+        )
+    with _locked(folder):
+        yield Run(folder, spec, signed, identifier, identity)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    path = folder / "lock"
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise RunFolderError(f"{folder} is not writable: {error}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            owner = file.read(20).strip()
+            who = f"another coordinator (process {owner})" if owner else "another coordinator"
+            raise RunFolderError(f"{who} is using {folder}: stop it first") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield  # closing the file, even by kill -9, releases the lock
+
+
+def describe_model(folder: Path, name: str, weights_dtype: Dtype, compute_dtype: Dtype) -> ModelSpec:
+    """Read off a Hugging Face folder what a run spec says about its model. Loads no weights.
+
+    Raises:
+        RunFolderError: a file is missing or cannot be understood.
+    """
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    vocabulary = inner.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise RunFolderError(f"{folder / 'config.json'} names no vocab_size: is it a causal language model?")
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        raise RunFolderError(f"{folder} has no {WEIGHTS_FILE}: save the model as one safetensors file")
+    return ModelSpec(
+        name=name,
+        parameters=count_parameters(weights),
+        vocabulary=vocabulary,
+        weights_dtype=weights_dtype,
+        compute_dtype=compute_dtype,
+        eos_token=_eos_token(folder, config, inner),
+        assets=_assets(folder),
+    )
+
+
+def count_parameters(path: Path) -> int:
+    """Number of values in a safetensors file, from its header alone.
+
+    Raises:
+        RunFolderError: not a safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= _MAX_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+        return sum(prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{path} is no readable safetensors file: {error}") from None
+
+
+def _eos_token(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
+    generation = folder / "generation_config.json"
+    sources = [_read_json(generation)] if generation.is_file() else []
+    for source in (*sources, inner, config):
+        token = source.get("eos_token_id")
+        if isinstance(token, list) and token:
+            token = token[0]
+        if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+            return token
+    raise RunFolderError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def _assets(folder: Path) -> dict[str, bytes]:
+    assets: dict[str, bytes] = {}
+    total = 0
+    for path in sorted(folder.iterdir()):
+        wanted = path.suffix in _ASSET_SUFFIXES and path.name not in _NOT_ASSETS and path.is_file()
+        if not wanted or not _ASSET.fullmatch(path.name):
+            continue
+        data = path.read_bytes()
+        total += len(data)
+        assets[path.name] = hashlib.sha256(data).digest()
+    if total > ASSET_ALLOWANCE:
+        raise RunFolderError(f"the files beside the weights in {folder} have {total} bytes: too many")
+    if "tokenizer.json" not in assets:
+        raise RunFolderError(f"{folder} has no tokenizer.json: save the tokenizer there (fast format)")
+    return assets
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path} is not a JSON object")
+    return value

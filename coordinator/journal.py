@@ -1,0 +1,236 @@
+"""The journal: events and the bytes they speak of, in one SQLite file.
+
+``commit`` writes everything it is given in one transaction, synced to the disk
+before it returns (WAL, ``synchronous=FULL``): after it, a reply may leave. The
+database also keeps the payloads of submissions until they are of no more use,
+signed receipts, manifests and tree heads. Synchronous; one writer at a time,
+enforced by a lock, so that it may be called from worker threads.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from barnraise.coordinator.events import Event, decode_event, encode_event
+from barnraise.protocol import wire
+from barnraise.protocol.errors import RunFolderError, StorageError
+from barnraise.protocol.messages import Signed
+
+MANIFESTS_KEPT = 8
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS payloads (
+    submission BLOB NOT NULL, policy_version INTEGER NOT NULL, signer BLOB NOT NULL,
+    signature BLOB NOT NULL, data BLOB NOT NULL);
+CREATE UNIQUE INDEX IF NOT EXISTS payload_by_submission ON payloads (submission);
+CREATE TABLE IF NOT EXISTS receipts (
+    ledger_index INTEGER PRIMARY KEY, node BLOB NOT NULL, data BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS receipt_by_node ON receipts (node, ledger_index);
+CREATE TABLE IF NOT EXISTS manifests (version INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS heads (size INTEGER PRIMARY KEY, data BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A submission as it was signed, to be stored under its content id."""
+
+    submission_id: bytes
+    policy_version: int
+    signed: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReceipt:
+    """A signed receipt, findable by node and ledger index."""
+
+    ledger_index: int
+    node: bytes
+    signed: Signed
+
+
+@dataclass(slots=True)
+class Write:
+    """What one decision wants to be durable together."""
+
+    events: Sequence[Event] = ()
+    payloads: Sequence[Payload] = ()
+    receipts: Sequence[StoredReceipt] = ()
+    manifest: tuple[int, Signed] | None = None
+    tree_head: tuple[int, Signed] | None = None
+    drop_payloads: Sequence[bytes] = field(default_factory=tuple)
+
+
+class Journal:
+    """``RUN/state.sqlite``. Open it under the run folder's lock only.
+
+    Raises:
+        RunFolderError: the file is not a journal of this version.
+        StorageError: the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA wal_autocheckpoint=4000")
+            self._db.executescript(_SCHEMA)
+            self._next = self._db.execute("SELECT coalesce(max(seq), -1) + 1 FROM events").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            raise _journal_error(path, error) from error
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        with self._lock:
+            self._db.close()
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        """Make ``writes`` durable, all or none. Blocking: one fsync.
+
+        Raises:
+            StorageError: the disk refused; nothing was written.
+        """
+        with self._lock:
+            seq = self._next
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                for write in writes:
+                    for event in write.events:
+                        self._db.execute("INSERT INTO events VALUES (?, ?)", (seq, encode_event(event)))
+                        seq += 1
+                    self._store(write)
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise _journal_error(self.path, error) from error
+            self._next = seq
+
+    def _store(self, write: Write) -> None:
+        for payload in write.payloads:
+            signed = payload.signed
+            self._db.execute(
+                "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
+                (
+                    payload.submission_id,
+                    payload.policy_version,
+                    signed.signer,
+                    signed.signature,
+                    signed.payload,
+                ),
+            )
+        for receipt in write.receipts:
+            self._db.execute(
+                "INSERT INTO receipts VALUES (?, ?, ?)",
+                (receipt.ledger_index, receipt.node, wire.encode(receipt.signed)),
+            )
+        if write.manifest is not None:
+            version, signed = write.manifest
+            self._db.execute("INSERT OR REPLACE INTO manifests VALUES (?, ?)", (version, wire.encode(signed)))
+            self._db.execute("DELETE FROM manifests WHERE version <= ?", (version - MANIFESTS_KEPT,))
+        if write.tree_head is not None:
+            size, signed = write.tree_head
+            self._db.execute("INSERT OR REPLACE INTO heads VALUES (?, ?)", (size, wire.encode(signed)))
+        for submission_id in write.drop_payloads:
+            self._db.execute("DELETE FROM payloads WHERE submission = ?", (submission_id,))
+
+    @property
+    def length(self) -> int:
+        """How many events are durable."""
+        length: int = self._next
+        return length
+
+    def events(self, start: int = 0) -> Iterator[Event]:
+        """Replay the durable events from number ``start`` on.
+
+        Raises:
+            RunFolderError: the journal is damaged or of another version.
+        """
+        expected = start
+        while True:
+            with self._lock:
+                rows = self._db.execute(
+                    "SELECT seq, data FROM events WHERE seq >= ? ORDER BY seq LIMIT 5000", (expected,)
+                ).fetchall()
+            if not rows:
+                return
+            for seq, data in rows:
+                if seq != expected:
+                    raise RunFolderError(
+                        f"{self.path}: event {expected} is missing; restore the file from a backup"
+                    )
+                try:
+                    yield decode_event(data)
+                except msgspec.MsgspecError as error:
+                    raise RunFolderError(
+                        f"{self.path}: event {seq} cannot be read ({error}); it is damaged or was written "
+                        "by another version of barnraise: run that version, or restore a backup"
+                    ) from error
+                expected += 1
+
+    def payloads(self, submission_ids: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The signed payload bytes of those submissions that are still stored."""
+        found: dict[bytes, bytes] = {}
+        with self._lock:
+            for submission_id in submission_ids:
+                row = self._db.execute(
+                    "SELECT data FROM payloads WHERE submission = ?", (submission_id,)
+                ).fetchone()
+                if row is not None:
+                    found[submission_id] = row[0]
+        return found
+
+    def payload_ids(self, before_version: int) -> list[bytes]:
+        """Submissions at policy versions under ``before_version`` whose payloads are stored."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT submission FROM payloads WHERE policy_version < ?", (before_version,)
+            )
+            return [row[0] for row in rows]
+
+    def receipts(self, node: bytes, from_index: int, limit: int) -> tuple[Signed, ...]:
+        """Signed receipts of ``node`` with a ledger index of at least ``from_index``, oldest first."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT data FROM receipts WHERE node = ? AND ledger_index >= ? "
+                "ORDER BY ledger_index LIMIT ?",
+                (node, from_index, limit),
+            ).fetchall()
+        return tuple(wire.decode(row[0], Signed) for row in rows)
+
+    def manifest(self, version: int) -> Signed | None:
+        """The signed manifest of a recent version."""
+        with self._lock:
+            row = self._db.execute("SELECT data FROM manifests WHERE version = ?", (version,)).fetchone()
+        return None if row is None else wire.decode(row[0], Signed)
+
+    def tree_heads(self) -> list[Signed]:
+        """Every signed tree head, smallest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT data FROM heads ORDER BY size").fetchall()
+        return [wire.decode(row[0], Signed) for row in rows]
+
+    def last_tree_head(self) -> Signed | None:
+        """The largest signed tree head."""
+        with self._lock:
+            row = self._db.execute("SELECT data FROM heads ORDER BY size DESC LIMIT 1").fetchone()
+        return None if row is None else wire.decode(row[0], Signed)
+
+
+def _journal_error(path: Path, error: sqlite3.Error) -> RunFolderError | StorageError:
+    text = str(error)
+    if isinstance(error, sqlite3.OperationalError):
+        return StorageError(
+            f"cannot write {path} ({text}): free some disk space in {path.parent}, or check its permissions"
+        )
+    return RunFolderError(f"{path} is damaged ({text}): restore it from a backup")

@@ -1,0 +1,99 @@
+"""From events to the public ledger: one entry for each event that changes or bounds credit.
+
+Timeouts, batches and skipped groups move no credit and stay inside. The log itself
+is never stored: it is derived again from the journal, at start and for an export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import assert_never
+
+from barnraise.coordinator.events import (
+    BatchFormed,
+    Event,
+    LeaseClosed,
+    LeaseIssued,
+    LeaseTimedOut,
+    NodeJoined,
+    RunOpened,
+    SubmissionJudged,
+    SubmissionsSkipped,
+    Submitted,
+    VersionPublished,
+)
+from barnraise.coordinator.state import EventError, State, apply
+from barnraise.protocol import ledger
+from barnraise.protocol.messages import Signed
+
+
+def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
+    """The ledger entry of ``event``, given the state *before* it; None for what the ledger leaves out.
+
+    Raises:
+        EventError: the event speaks of a lease or submission that the state does not know.
+    """
+    match event:
+        case RunOpened():
+            return ledger.RunCreated(at_ms=event.at_ms, run_id=event.run_id)
+        case NodeJoined():
+            return ledger.NodeJoined(at_ms=event.at_ms, node=event.node, name=event.name)
+        case LeaseIssued():
+            terms = event.lease
+            return ledger.LeaseIssued(
+                at_ms=event.at_ms,
+                lease_id=terms.lease_id,
+                unit_id=terms.unit_id,
+                node=terms.node,
+                policy_version=terms.policy_version,
+                prompts=terms.prompts,
+                group_size=terms.group_size,
+            )
+        case LeaseClosed():
+            return ledger.LeaseClosed(at_ms=event.at_ms, lease_id=event.lease_id, reason=event.reason)
+        case Submitted():
+            lease = state.leases.get(event.lease_id)
+            if lease is None:
+                raise EventError(f"lease {event.lease_id.hex()} is not open")
+            return ledger.Submitted(
+                at_ms=event.at_ms,
+                lease_id=event.lease_id,
+                submission_id=event.submission_id,
+                node=lease.terms.node,
+            )
+        case SubmissionJudged():
+            submission = state.submissions.get(event.submission_id)
+            if submission is None:
+                raise EventError(f"submission {event.submission_id.hex()} is not known")
+            return ledger.Judged(
+                at_ms=event.at_ms,
+                lease_id=submission.lease.lease_id,
+                submission_id=event.submission_id,
+                node=submission.lease.node,
+                accepted=event.verdict.accepted,
+                check=event.verdict.check,
+                credit=event.credit,
+                evidence=ledger.evidence_of(event.verdict),
+            )
+        case VersionPublished():
+            return ledger.VersionPublished(at_ms=event.at_ms, version=event.version, manifest=event.manifest)
+        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped():
+            return None
+        case _:
+            assert_never(event)
+
+
+def entries_of(events: Iterable[Event], max_lag: int) -> Iterator[ledger.LedgerEntry]:
+    """The whole ledger of a journal, in order."""
+    state = State(max_lag=max_lag)
+    for event in events:
+        entry = entry_of(state, event)
+        apply(state, event)
+        if entry is not None:
+            yield entry
+
+
+def manifest_digest(manifest: Signed) -> bytes:
+    """What the ledger says of a manifest: SHA-256 of its payload."""
+    return hashlib.sha256(manifest.payload).digest()

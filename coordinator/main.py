@@ -1,0 +1,155 @@
+"""``barnraise coordinator run DIR``: wire everything together, run until a signal, end cleanly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from barnraise.coordinator.folder import Run, open_run
+from barnraise.coordinator.server import run_coordinator
+from barnraise.coordinator.workers import WorkerSetup
+from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.libp2p_network import open_libp2p
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
+END_WITHIN_S = 1.8
+_LOG_BYTES = 16 * 1024 * 1024
+
+
+def run_from_folder(
+    folder: Path,
+    *,
+    listen: Sequence[str] = DEFAULT_LISTEN,
+    threads: int = 1,
+    out: Callable[[str], None] = partial(print, flush=True),
+) -> int:
+    """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
+
+    ``out`` is told short lines for a person: the address to join, who comes and
+    goes, each published version. ``RUN/coordinator.log`` gets everything, one JSON
+    object per line.
+
+    Raises:
+        RunFolderError, KeyFileError: the folder cannot be used; the text says why.
+        PeerError: an address is malformed or its port is in use.
+        StorageError: the disk refuses.
+    """
+    with open_run(folder) as run, _logging(run.log_path, out):
+        try:
+            trio.run(_main, run, tuple(listen), threads)
+        except BaseExceptionGroup as group:
+            raise _innermost(group) from group
+    return 0
+
+
+async def _main(run: Run, listen: Sequence[str], threads: int) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_serve, run, listen, threads)
+            async for number in signals:
+                log.info("ending on %s", signal.Signals(number).name)
+                _end_in_any_case()
+                nursery.cancel_scope.cancel()
+                return
+
+
+async def _serve(run: Run, listen: Sequence[str], threads: int) -> None:
+    from barnraise.coordinator.learner_child import ChildLearner
+    from barnraise.coordinator.verifier_child import ChildVerifier
+
+    setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path.resolve()), threads=threads)
+    async with open_libp2p(run.identity, listen) as network:
+        async with trio.open_nursery() as nursery:
+            serve = partial(
+                run_coordinator,
+                run,
+                network,
+                ChildVerifier(setup, run.path / "verifier.log"),
+                ChildLearner(setup, run.path / "learner.log"),
+            )
+            await nursery.start(serve)
+            log.info("run %s, id %s", run.spec.name, run.run_id.hex())
+            for address in network.addresses:
+                log.info("join with: barnraise join %s", address)
+
+
+def _end_in_any_case() -> None:
+    """Leave even if a peer or a child does not let go.
+
+    Safe at any moment: what was acknowledged is on the disk, and children end with us.
+    """
+    timer = threading.Timer(END_WITHIN_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "part": record.name.removeprefix("barnraise."),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, out: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = record.name.startswith("barnraise.coordinator")
+        if not ours and record.levelno < logging.WARNING:
+            return
+        moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+        with suppress(OSError):  # whoever read our lines is gone; the log file goes on
+            self._out(f"{moment} {record.getMessage()}")
+
+
+@contextmanager
+def _logging(path: Path, out: Callable[[str], None]) -> Iterator[None]:
+    file = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
+    file.setFormatter(_JsonLines())
+    lines = _Lines(out)
+    root = logging.getLogger("barnraise")
+    level = root.level
+    root.setLevel(logging.INFO)
+    root.addHandler(file)
+    root.addHandler(lines)
+    try:
+        yield
+    finally:
+        root.removeHandler(lines)
+        root.removeHandler(file)
+        root.setLevel(level)
+        file.close()
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The one error a person should read; our own before any other."""
+    found: list[BaseException] = []
+    queue: list[BaseException] = [error]
+    while queue:
+        item = queue.pop(0)
+        if isinstance(item, BaseExceptionGroup):
+            queue.extend(item.exceptions)
+        else:
+            found.append(item)
+    return next((item for item in found if isinstance(item, BarnraiseError)), found[0])

@@ -1,0 +1,96 @@
+"""From a finished checkpoint to a published version: hash, sign, serve.
+
+Shards are served from inside the checkpoint folder (``DiskStore.adopt``), so a
+version lies on the disk once. Everything here blocks on files: off the event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from barnraise.coordinator.workers import checkpoint_folder
+from barnraise.protocol.errors import RunFolderError, StorageError
+from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards
+from barnraise.protocol.messages import MAX_SHARD, Manifest, Message, Signed
+from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.store import DiskStore
+
+log = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"v([0-9]{6,})")
+
+
+def version_files(run_folder: Path, spec: RunSpec, version: int, weights: str) -> dict[str, Path]:
+    """What a version consists of: published name -> file. ``weights`` may be relative to the run folder."""
+    folder = checkpoint_folder(run_folder, version)
+    files = {name: folder / name for name in spec.model.assets}
+    files[WEIGHTS_FILE] = run_folder / weights
+    return files
+
+
+def publish(
+    run_folder: Path,
+    spec: RunSpec,
+    run_id: bytes,
+    version: int,
+    weights: str,
+    store: DiskStore,
+    sign: Callable[[Message], Signed],
+    now_ms: int,
+    shard_size: int = MAX_SHARD,
+) -> tuple[Signed, Manifest]:
+    """Cut a version into shards that ``store`` serves, and sign its manifest.
+
+    Raises:
+        RunFolderError: a file of the checkpoint is missing, or an asset is not the one that the spec pins.
+        StorageError: a file cannot be read.
+    """
+    files = version_files(run_folder, spec, version, weights)
+    try:
+        for name, digest in spec.model.assets.items():
+            if hashlib.sha256(files[name].read_bytes()).digest() != digest:
+                raise RunFolderError(
+                    f"{files[name]} is not the file that the run spec names; restore it from checkpoint 0"
+                )
+        manifest = build_manifest(run_id, version, files, shard_size, now_ms, lambda digest, data: None)
+    except FileNotFoundError as error:
+        raise RunFolderError(
+            f"checkpoint {version} is incomplete: {error.filename} is missing; delete its folder, "
+            "and the learner makes it again"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"cannot read checkpoint {version} of {run_folder}: {error}") from error
+    serve(store, manifest, files)
+    return sign(manifest), manifest
+
+
+def serve(store: DiskStore, manifest: Manifest, files: dict[str, Path]) -> None:
+    """Offer a manifest's shards out of the files that they were cut from."""
+    for entry in manifest.files:
+        store.adopt(files[entry.path], entry_shards(entry, manifest.shard_size))
+
+
+def prune(run_folder: Path, store: DiskStore, keep_from: int) -> list[int]:
+    """Delete checkpoints older than ``keep_from``, except version 0, and stop serving their shards.
+
+    Returns the versions deleted. A folder that cannot be deleted is logged and left.
+    """
+    gone = []
+    root = run_folder / "checkpoints"
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        match = _CHECKPOINT.fullmatch(folder.name)
+        if match is None or not 0 < int(match[1]) < keep_from:
+            continue
+        store.disown(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("cannot delete the old checkpoint %s: %s", folder, error)
+            continue
+        gone.append(int(match[1]))
+    return gone

@@ -1,0 +1,164 @@
+"""The coordinator's trio shell: handlers on the network, two belts, a ticker, a control socket.
+
+Runs unchanged over libp2p with child processes, and in memory under trio's autojump
+clock with workers in this process: network, workers, clock, randomness and the way
+to run blocking calls all come from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import trio
+
+from barnraise.coordinator import scheduler
+from barnraise.coordinator.core import Core, Offload, in_thread
+from barnraise.coordinator.export import write_journal
+from barnraise.coordinator.folder import Run
+from barnraise.coordinator.hub import Hub
+from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.learn_belt import LearnBelt
+from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.sessions import Sessions
+from barnraise.coordinator.status import state_tree
+from barnraise.coordinator.verify_belt import VerifyBelt
+from barnraise.coordinator.workers import Learner, Verifier
+from barnraise.protocol.control import Changed, serve_control
+from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.hello import answer_hello
+from barnraise.protocol.messages import HELLO_PROTOCOL, MAX_SHARD, SESSION_PROTOCOL, SHARD_PROTOCOL
+from barnraise.protocol.network import Network
+from barnraise.protocol.shards import serve_shards
+from barnraise.protocol.store import DiskStore
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+TREE_HEAD_EVERY_S = 60.0
+SHOW_EVERY_S = 1.0
+
+
+def wall_clock_ms() -> int:
+    """Milliseconds since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+async def run_coordinator(
+    run: Run,
+    network: Network,
+    verifier: Verifier,
+    learner: Learner,
+    *,
+    now_ms: Callable[[], int] = wall_clock_ms,
+    rng: random.Random | None = None,
+    offload: Offload = in_thread,
+    announce: Callable[[str], None] = log.info,
+    control: bool = True,
+    leases_per_node: int = scheduler.LEASES_PER_NODE,
+    shard_size: int = MAX_SHARD,
+    task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
+) -> None:
+    """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
+
+    Args:
+        run: an opened (locked) run folder.
+        now_ms: the clock, ms since the Unix epoch.
+        rng: draws lease ids and samples of peers; the operating system's by default.
+        offload: how blocking calls run; ``core.in_place`` under a virtual clock.
+        announce: told short lines for a person: versions published, the end.
+        control: whether to serve the run folder's control socket.
+        task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
+
+    Raises:
+        RunFolderError, StorageError: the journal cannot be opened.
+        EventError: a defect; started again, the coordinator resumes from the journal.
+    """
+    journal = Journal(run.journal_path)
+    try:
+        core = Core(journal, run.spec, run.run_id, run.identity, now_ms, offload)
+        hub, progress = Hub(), Progress()
+        store = DiskStore(run.store_path)
+        sessions = Sessions(
+            core, hub, run.signed_spec, rng or secrets.SystemRandom(), leases_per_node=leases_per_node
+        )
+        verify = VerifyBelt(core, verifier, progress)
+        learn = LearnBelt(core, hub, learner, store, run.path, progress, announce, shard_size)
+        core.listeners.append(partial(_push_receipts, hub))
+        get_state = partial(state_tree, core, hub, progress, network, now_ms())
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(core.run)
+                await core.open()
+                await learn.serve_head()
+                if control:
+                    changed = Changed()
+                    commands = {"export-ledger": partial(_export, run, core)}
+                    await nursery.start(serve_control, run.control_path, get_state, commands, changed)
+                    nursery.start_soon(_show, core, changed)
+                network.set_handler(HELLO_PROTOCOL, answer_hello)
+                network.set_handler(SESSION_PROTOCOL, sessions.serve)
+                network.set_handler(SHARD_PROTOCOL, serve_shards(store))
+                nursery.start_soon(sessions.run)
+                nursery.start_soon(verify.run)
+                nursery.start_soon(learn.run)
+                nursery.start_soon(_tick, core, sessions)
+                task_status.started(get_state)
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 5.0):
+                await learner.close()
+                await verifier.close()
+    finally:
+        journal.close()
+
+
+def _push_receipts(hub: Hub, write: Write) -> None:
+    for receipt in write.receipts:
+        hub.send_receipt(receipt.node, receipt.signed)
+
+
+async def _tick(core: Core, sessions: Sessions) -> None:
+    """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
+    head_at = trio.current_time() + TREE_HEAD_EVERY_S
+    signed_size = 0
+    while True:
+        await trio.sleep(TICK_S)
+        sessions.end_silent()
+        try:
+            due = scheduler.expired(core.state, core.now_ms())
+            if due:
+                await core.record(due)
+            if trio.current_time() >= head_at:
+                head_at = trio.current_time() + TREE_HEAD_EVERY_S
+                if len(core.ledger) != signed_size:
+                    signed_size = len(core.ledger)
+                    await core.sign_tree_head()
+        except StorageError as error:
+            log.error("%s", error)
+            await trio.sleep(SHOW_EVERY_S)
+
+
+async def _show(core: Core, changed: Changed) -> None:
+    """Tell viewers of every commit, and once a second of what no event records (who is live, bytes)."""
+    while True:
+        event = core.changed
+        with trio.move_on_after(SHOW_EVERY_S):
+            await event.wait()
+        changed.set()
+
+
+async def _export(run: Run, core: Core, args: dict[str, Any]) -> dict[str, Any]:
+    """Command ``export-ledger``: write RUN/ledger.bin."""
+    if args:
+        raise BarnraiseError("export-ledger takes no arguments")
+    target = run.path / "ledger.bin"
+    lag = run.spec.rollout.max_lag
+    await core.offload(
+        lambda: write_journal(core.journal, run.signed_spec, lag, run.identity, core.now_ms(), target)
+    )
+    return {"path": str(target)}

@@ -1,0 +1,284 @@
+"""A node's requests, one by one: read the state, decide, record, reply.
+
+Each reply leaves only after what it promises is durable. Whatever a node sends, the
+worst that happens is a refusal or the end of its own session.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from barnraise.coordinator import scheduler
+from barnraise.coordinator.core import Core, in_place
+from barnraise.coordinator.events import (
+    Event,
+    LeaseClosed,
+    LeaseIssued,
+    LeaseTimedOut,
+    NodeJoined,
+    Submitted,
+)
+from barnraise.coordinator.hub import Hub, Live
+from barnraise.coordinator.journal import Payload
+from barnraise.coordinator.state import Node
+from barnraise.coordinator.submissions import check_lease, check_room, is_duplicate, open_submission
+from barnraise.protocol.envelope import content_id
+from barnraise.protocol.errors import RefusedError, StorageError
+from barnraise.protocol.identity import fingerprint, peer_id_of
+from barnraise.protocol.messages import (
+    Acknowledged,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    ManifestReply,
+    ManifestRequest,
+    Message,
+    NoticePush,
+    ReceiptsReply,
+    ReceiptsRequest,
+    RolloutLease,
+    Signed,
+    SubmitRequest,
+)
+from barnraise.protocol.network import Stream
+from barnraise.protocol.session import ServerSession
+from barnraise.protocol.wire import printable
+
+log = logging.getLogger(__name__)
+
+JOIN_WITHIN_MS = 15_000
+RECEIPTS_GIVEN = 256
+THREAD_BYTES = 128 * 1024  # hashing and verifying more than this would be felt by everybody else
+NOTICE_GRACE_S = 1.0
+
+
+class Sessions:
+    """Serves ``SESSION_PROTOCOL``. ``run`` must be running for replaced sessions to be ended."""
+
+    def __init__(
+        self,
+        core: Core,
+        hub: Hub,
+        signed_spec: Signed,
+        rng: random.Random,
+        *,
+        leases_per_node: int = scheduler.LEASES_PER_NODE,
+    ) -> None:
+        self._core = core
+        self._hub = hub
+        self._signed_spec = signed_spec
+        self._rng = rng
+        self._leases_per_node = leases_per_node
+        self._ending, self._to_end = trio.open_memory_channel[tuple[Live, str]](math.inf)
+
+    async def serve(self, stream: Stream) -> None:
+        """One node's session, from its first request to its end."""
+        if not self._hub.has_room(stream.peer_id):
+            log.warning("%s turned away: too many sessions are open", stream.peer_id)
+            await stream.reset()
+            return
+        handle: Callable[[Message], Awaitable[Message]] = lambda message: self._handle(live, message)  # noqa: E731
+        session = ServerSession(stream, handle)
+        live = Live(session, stream.peer_id, self._core.now_ms())
+        self._hub.add(live)
+        try:
+            await session.run()
+        finally:
+            self._hub.remove(live)
+            if live.key:
+                log.info("%s left: %s", live.name, session.reason)
+
+    async def run(self) -> None:
+        """End sessions that were replaced (after their notice had time to leave), for ever."""
+        async with trio.open_nursery() as nursery:
+            async for live, reason in self._to_end:
+                nursery.start_soon(self._end_later, live, reason)
+
+    async def _end_later(self, live: Live, reason: str) -> None:
+        await trio.sleep(NOTICE_GRACE_S)
+        live.session.close(reason)
+
+    def end_silent(self) -> None:
+        """End sessions that opened a stream and never joined."""
+        now = self._core.now_ms()
+        for live in [item for item in self._hub.sessions if not item.key]:
+            if now - live.connected_at > JOIN_WITHIN_MS:
+                live.session.close("opened a session and did not join")
+
+    async def _handle(self, live: Live, message: Message) -> Message:
+        live.seen_at = self._core.now_ms()
+        if isinstance(message, JoinRequest):
+            return await self._join(live, message)
+        if not live.key:
+            raise RefusedError("join-first", "the first request of a session is JoinRequest")
+        if live.replaced:
+            raise RefusedError("duplicate-key", "a newer session with this key has taken over")
+        try:
+            match message:
+                case HeartbeatRequest():
+                    return self._heartbeat(live, message)
+                case ManifestRequest():
+                    return ManifestReply(id=message.id, head=self._hub.head)
+                case LeaseRequest():
+                    return await self._lease(live, message)
+                case LeaseReturn():
+                    return await self._give_back(live, message)
+                case SubmitRequest():
+                    return await self._submit(live, message)
+                case ReceiptsRequest():
+                    return await self._receipts(live, message)
+        except StorageError as error:
+            raise RefusedError("storage-full", f"the coordinator's disk refuses: {error}"[:500]) from None
+        raise RefusedError("unknown-request", f"{type(message).__name__} is not served here")
+
+    async def _join(self, live: Live, message: JoinRequest) -> Message:
+        if peer_id_of(message.public_key) != live.peer_id:
+            raise RefusedError(
+                "wrong-key",
+                f"the request names key {fingerprint(message.public_key)}, which is not the key "
+                f"of the connection ({live.peer_id})",
+            )
+        name = printable(message.name, 64)
+        node = self._core.state.nodes.get(message.public_key)
+        live.key, live.instance, live.name = message.public_key, message.instance, name
+        live.engine, live.addresses = printable(message.engine, 64), message.addresses
+        previous = self._hub.join(live)
+        if previous is not None:
+            if previous.instance != live.instance:
+                log.warning("two live nodes use the key of %s: the newer one keeps it", name)
+                self._hub.notify_duplicate(previous, live)
+            self._ending.send_nowait((previous, "replaced by a newer session of the same key"))
+        if node is None or node.name != name:
+            joined = NodeJoined(node=message.public_key, name=name, at_ms=self._core.now_ms())
+            try:
+                await self._core.record([joined])
+            except StorageError as error:
+                raise RefusedError("storage-full", f"the coordinator's disk refuses: {error}"[:500]) from None
+        log.info("%s joined (%s, %s)", name, fingerprint(live.key), live.engine)
+        if scheduler.is_complete(self._core.state, self._core.spec.rollout):
+            live.session.push(run_complete(self._core))
+        return JoinReply(
+            id=message.id, run_spec=self._signed_spec, head=self._hub.head, now=self._core.now_ms()
+        )
+
+    def _heartbeat(self, live: Live, message: HeartbeatRequest) -> Message:
+        live.have_version = min(message.have_version, self._hub.head_version)
+        live.state = printable(message.state, 64)
+        return HeartbeatReply(
+            id=message.id,
+            now=self._core.now_ms(),
+            head_version=self._hub.head_version,
+            peers=self._hub.peers_for(
+                live, self._hub.head_version - self._core.spec.rollout.max_lag, self._rng
+            ),
+        )
+
+    def _node(self, live: Live) -> Node:
+        node = self._core.state.nodes.get(live.key)
+        if node is None:  # its join was lost to a full disk
+            raise RefusedError("join-first", "join again: the coordinator does not know this key yet")
+        return node
+
+    async def _lease(self, live: Live, message: LeaseRequest) -> Message:
+        core = self._core
+        node, now, spec = self._node(live), core.now_ms(), core.spec.rollout
+        decision = scheduler.decide_lease(
+            core.state, spec, node, live.instance, message.policy_version, now, self._leases_per_node
+        )
+        if isinstance(decision, scheduler.Wait):
+            return LeaseReply(
+                id=message.id,
+                lease=None,
+                reason=decision.reason[:500],
+                retry_after_ms=decision.retry_after_ms,
+            )
+        if isinstance(decision, scheduler.Resend):
+            terms = core.state.leases[decision.lease_id].terms
+            await core.record([])  # it may still be on its way to the disk
+        else:
+            terms = RolloutLease(
+                run_id=core.run_id,
+                lease_id=self._rng.randbytes(16),
+                unit_id=decision.unit_id,
+                node=live.key,
+                policy_version=message.policy_version,
+                prompts=spec.prompts_per_unit,
+                group_size=spec.group_size,
+                issued_at=now,
+                timeout_at=decision.timeout_at,
+                deadline_at=decision.deadline_at,
+            )
+            events: list[Event] = [LeaseTimedOut(lease_id=key, at_ms=now) for key in decision.release]
+            await core.record([*events, LeaseIssued(lease=terms, instance=live.instance)])
+        return LeaseReply(id=message.id, lease=core.sign(terms), reason="", retry_after_ms=0)
+
+    async def _give_back(self, live: Live, message: LeaseReturn) -> Message:
+        lease = self._core.state.leases.get(message.lease_id)
+        if lease is None:
+            known = self._core.state.closed.get(message.lease_id)
+            if known is None:
+                raise RefusedError("unknown-lease", "no such lease was issued (or it was long ago)")
+            return Acknowledged(id=message.id, duplicate=True)
+        if lease.terms.node != live.key:
+            raise RefusedError("not-your-lease", "this lease was issued to another node")
+        log.info("%s returned unit %d: %s", live.name, lease.terms.unit_id, printable(message.reason))
+        closed = LeaseClosed(lease_id=message.lease_id, reason="returned", at_ms=self._core.now_ms())
+        await self._core.record([closed])
+        return Acknowledged(id=message.id, duplicate=False)
+
+    async def _submit(self, live: Live, message: SubmitRequest) -> Message:
+        core, signed = self._core, message.submission
+        offload = core.offload if len(signed.payload) > THREAD_BYTES else in_place
+        try:
+            submission, submission_id = await offload(
+                lambda: (open_submission(signed, live.key), content_id(signed))
+            )
+        except RefusedError as error:
+            log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
+            raise
+        # From here to record() there is no checkpoint: nobody can use the lease in between.
+        if is_duplicate(core.state, submission_id):
+            await core.record([])  # the first copy may still be on its way to the disk
+            return Acknowledged(id=message.id, duplicate=True)
+        now = core.now_ms()
+        try:
+            lease = check_lease(core.state, core.run_id, live.key, submission, now)
+            check_room(len(core.state.waiting), core.state.waiting_bytes)
+        except RefusedError as error:
+            log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
+            raise
+        submitted = Submitted(
+            submission_id=submission_id,
+            lease_id=lease.terms.lease_id,
+            size=len(signed.payload),
+            at_ms=now,
+        )
+        payload = Payload(submission_id, lease.terms.policy_version, signed)
+        await core.record([submitted], payloads=[payload])
+        return Acknowledged(id=message.id, duplicate=False)
+
+    async def _receipts(self, live: Live, message: ReceiptsRequest) -> Message:
+        journal = self._core.journal
+        found = await self._core.offload(
+            lambda: journal.receipts(live.key, message.from_index, RECEIPTS_GIVEN)
+        )
+        return ReceiptsReply(id=message.id, receipts=found)
+
+
+def run_complete(core: Core) -> NoticePush:
+    """What nodes are told at the end."""
+    version = core.spec.rollout.versions
+    return NoticePush(
+        code="run-complete",
+        message=f"the run is complete: version {version} is published. Thank you! No more work is given; "
+        "the coordinator goes on serving weights and receipts",
+    )

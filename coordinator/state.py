@@ -1,0 +1,368 @@
+"""The coordinator's state: a fold over events, and nothing but a fold.
+
+``apply(state, event)`` checks that the event can follow, then changes the state in
+place (copying would cost more than deciding, with thousands of nodes). It reads
+no clock, draws no random number and does no I/O: replaying the journal gives the
+same state, always. An event that cannot follow raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from barnraise.coordinator.events import (
+    BatchFormed,
+    Event,
+    LeaseClosed,
+    LeaseIssued,
+    LeaseTimedOut,
+    NodeJoined,
+    RunOpened,
+    SubmissionJudged,
+    SubmissionsSkipped,
+    Submitted,
+    VersionPublished,
+)
+from barnraise.coordinator.workers import TrainStats
+from barnraise.protocol.messages import RolloutLease, Verdict
+
+# Settled work is remembered for this many versions beyond max_lag, so that a late
+# duplicate is recognised as one; older ones are refused as unknown leases.
+REMEMBERED_VERSIONS = 8
+DURATIONS_KEPT = 64
+MAX_STRIKES = 12
+# Giving work back is no offence; doing so again and again would be a way to choose one's tasks.
+UNFINISHED_FREE = 3
+
+SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale"]
+SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale"})
+
+
+class EventError(Exception):
+    """An event does not follow from the state: a defect of ours, or a damaged journal."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One key. ``strikes`` counts rejections not yet made good; ``quiet_until`` is when it may ask again."""
+
+    key: bytes
+    name: str
+    joined_at: int
+    accepted: int = 0
+    rejected: int = 0
+    credit: int = 0
+    strikes: int = 0
+    quiet_until: int = 0
+    unjudged: int = 0
+    unfinished: int = 0  # leases in a row that expired or were given back
+    leases: dict[bytes, None] = field(default_factory=dict)  # open or timed out, oldest first
+    last_duration: int = 0  # ms from lease to submission
+    last_verdict: Verdict | None = None
+
+
+@dataclass(slots=True)
+class Lease:
+    """A lease that still counts: ``timed_out`` ones are honoured but no longer reserve their unit."""
+
+    terms: RolloutLease
+    instance: bytes
+    timed_out: bool = False
+
+
+@dataclass(slots=True)
+class Submission:
+    """Stored work. ``usable`` counts its groups with a non-zero advantage, once judged."""
+
+    submission_id: bytes
+    lease: RolloutLease
+    size: int
+    at_ms: int
+    status: SubmissionStatus = "waiting"
+    rewards: tuple[float, ...] = ()
+    usable: int = 0
+
+
+@dataclass(slots=True)
+class VersionInfo:
+    """One published version, as the history keeps it."""
+
+    version: int
+    manifest: bytes
+    weights: str
+    size: int
+    stats: TrainStats | None
+    accuracy: float
+    at_ms: int
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that decisions read. ``max_lag`` is copied from the run spec."""
+
+    max_lag: int
+    run_id: bytes = b""
+    head: int = -1
+    next_unit: int = 0
+    free_units: list[int] = field(default_factory=list)
+    nodes: dict[bytes, Node] = field(default_factory=dict)
+    leases: dict[bytes, Lease] = field(default_factory=dict)
+    closed: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # lease -> (why, policy version)
+    submissions: dict[bytes, Submission] = field(default_factory=dict)
+    waiting: dict[bytes, None] = field(default_factory=dict)  # stored, not judged, oldest first
+    waiting_bytes: int = 0
+    pool: dict[bytes, None] = field(default_factory=dict)  # accepted, not used, oldest verdict first
+    # groups by policy version, kept so that a decision need not walk over thousands of leases
+    lent: dict[int, int] = field(default_factory=dict)
+    unjudged: dict[int, int] = field(default_factory=dict)
+    pool_groups: int = 0
+    pool_usable: int = 0
+    batch: BatchFormed | None = None
+    last_batch_groups: int = 0
+    versions: list[VersionInfo] = field(default_factory=list)
+    durations: deque[int] = field(default_factory=lambda: deque(maxlen=DURATIONS_KEPT))
+    accepted: int = 0
+    rejected: int = 0
+    rejections: dict[str, int] = field(default_factory=dict)
+
+
+def fold(events: Iterable[Event], max_lag: int) -> State:
+    """The state after ``events``. Raises EventError where one does not follow."""
+    state = State(max_lag=max_lag)
+    for event in events:
+        apply(state, event)
+    return state
+
+
+def apply(state: State, event: Event) -> None:
+    """Let ``event`` happen. Raises EventError, with the state unchanged, where it cannot."""
+    match event:
+        case RunOpened():
+            _require(not state.run_id, "the run is open already")
+            state.run_id = event.run_id
+        case NodeJoined():
+            _node_joined(state, event)
+        case LeaseIssued():
+            _lease_issued(state, event)
+        case LeaseTimedOut():
+            lease = _open_lease(state, event.lease_id)
+            _require(not lease.timed_out, "lease timed out already")
+            _release(state, lease)
+        case LeaseClosed():
+            lease = _open_lease(state, event.lease_id)
+            _release(state, lease)
+            _close_lease(state, lease, event.reason)
+            node = state.nodes[lease.terms.node]
+            node.unfinished += 1
+            pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
+            if pause:
+                node.quiet_until = max(node.quiet_until, event.at_ms + pause)
+        case Submitted():
+            _submitted(state, event)
+        case SubmissionJudged():
+            _judged(state, event)
+        case BatchFormed():
+            _batch_formed(state, event)
+        case SubmissionsSkipped():
+            _require(all(item in state.pool for item in event.submissions), "skipped work is not in the pool")
+            for submission_id in event.submissions:
+                _leave_pool(state, submission_id, "skipped")
+        case VersionPublished():
+            _published(state, event)
+        case _:
+            assert_never(event)
+
+
+def usable_groups(rewards: tuple[float, ...], group_size: int) -> int:
+    """How many groups of ``group_size`` consecutive rewards differ within: those have an advantage."""
+    starts = range(0, len(rewards), group_size)
+    return sum(1 for at in starts if len(set(rewards[at : at + group_size])) > 1)
+
+
+def strike_pause_ms(strikes: int) -> int:
+    """How long a node with ``strikes`` waits for its next lease: 2 s, then doubling up to 68 min (R19)."""
+    return 1000 << min(strikes, MAX_STRIKES) if strikes else 0
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise EventError(text)
+
+
+def _open_lease(state: State, lease_id: bytes) -> Lease:
+    lease = state.leases.get(lease_id)
+    if lease is None:
+        raise EventError(f"lease {lease_id.hex()} is not open")
+    return lease
+
+
+def _count(groups: dict[int, int], version: int, change: int) -> None:
+    left = groups.get(version, 0) + change
+    if left:
+        groups[version] = left
+    else:
+        del groups[version]
+
+
+def _release(state: State, lease: Lease) -> None:
+    """Free the lease's unit for somebody else, once."""
+    if not lease.timed_out:
+        lease.timed_out = True
+        state.free_units.append(lease.terms.unit_id)
+        _count(state.lent, lease.terms.policy_version, -lease.terms.prompts)
+
+
+def _leave_pool(state: State, submission_id: bytes, status: SubmissionStatus) -> None:
+    item = state.submissions[submission_id]
+    del state.pool[submission_id]
+    state.pool_groups -= item.lease.prompts
+    state.pool_usable -= item.usable
+    item.status = status
+
+
+def _close_lease(state: State, lease: Lease, why: str) -> None:
+    terms = lease.terms
+    del state.leases[terms.lease_id]
+    del state.nodes[terms.node].leases[terms.lease_id]
+    state.closed[terms.lease_id] = (why, terms.policy_version)
+
+
+def _node_joined(state: State, event: NodeJoined) -> None:
+    _require(bool(state.run_id), "the run is not open")
+    node = state.nodes.get(event.node)
+    if node is None:
+        state.nodes[event.node] = Node(event.node, event.name, event.at_ms)
+    else:
+        node.name = event.name
+
+
+def _lease_issued(state: State, event: LeaseIssued) -> None:
+    terms = event.lease
+    node = state.nodes.get(terms.node)
+    if node is None:
+        raise EventError("lease for a node that never joined")
+    _require(terms.lease_id not in state.leases and terms.lease_id not in state.closed, "lease id used twice")
+    _require(terms.policy_version <= state.head, "lease for a version that is not published")
+    if terms.unit_id == state.next_unit:
+        state.next_unit += 1
+    else:
+        _require(terms.unit_id in state.free_units, "unit is neither new nor free")
+        state.free_units.remove(terms.unit_id)
+    state.leases[terms.lease_id] = Lease(terms, event.instance)
+    node.leases[terms.lease_id] = None
+    _count(state.lent, terms.policy_version, terms.prompts)
+
+
+def _submitted(state: State, event: Submitted) -> None:
+    lease = _open_lease(state, event.lease_id)
+    _require(event.submission_id not in state.submissions, "submission stored twice")
+    terms = lease.terms
+    node = state.nodes[terms.node]
+    if not lease.timed_out:
+        _count(state.lent, terms.policy_version, -terms.prompts)
+    elif terms.unit_id in state.free_units:
+        state.free_units.remove(terms.unit_id)  # back in time after all: nobody needs to redo it
+    _close_lease(state, lease, "used")
+    state.submissions[event.submission_id] = Submission(event.submission_id, terms, event.size, event.at_ms)
+    state.waiting[event.submission_id] = None
+    _count(state.unjudged, terms.policy_version, terms.prompts)
+    state.waiting_bytes += event.size
+    node.unjudged += 1
+    node.unfinished = 0
+    node.last_duration = max(0, event.at_ms - terms.issued_at)
+    state.durations.append(node.last_duration)
+
+
+def _judged(state: State, event: SubmissionJudged) -> None:
+    submission = state.submissions.get(event.submission_id)
+    if submission is None or submission.status != "waiting":
+        raise EventError("verdict on a submission that is not waiting for one")
+    terms = submission.lease
+    verdict = event.verdict
+    _require(
+        not verdict.accepted or len(event.rewards) == terms.prompts * terms.group_size,
+        "accepted without a reward for each rollout",
+    )
+    node = state.nodes[terms.node]
+    node.unjudged -= 1
+    node.last_verdict = verdict
+    del state.waiting[event.submission_id]
+    state.waiting_bytes -= submission.size
+    _count(state.unjudged, terms.policy_version, -terms.prompts)
+    if verdict.accepted:
+        submission.rewards = event.rewards
+        submission.usable = usable_groups(event.rewards, terms.group_size)
+        state.accepted += 1
+        node.accepted += 1
+        node.credit += event.credit
+        node.strikes = max(0, node.strikes - 1)
+        node.quiet_until = min(node.quiet_until, event.at_ms + strike_pause_ms(node.strikes))
+        if state.head - terms.policy_version > state.max_lag:
+            submission.status = "stale"
+        else:
+            submission.status = "accepted"
+            state.pool[event.submission_id] = None
+            state.pool_groups += terms.prompts
+            state.pool_usable += submission.usable
+        return
+    submission.status = "rejected"
+    state.rejected += 1
+    state.rejections[verdict.check] = state.rejections.get(verdict.check, 0) + 1
+    state.free_units.append(terms.unit_id)
+    node.rejected += 1
+    if not event.blameless:
+        node.strikes = min(MAX_STRIKES, node.strikes + 1)
+        node.quiet_until = event.at_ms + strike_pause_ms(node.strikes)
+
+
+def _batch_formed(state: State, event: BatchFormed) -> None:
+    _require(state.batch is None, "a batch is being trained already")
+    _require(event.version == state.head + 1, "batch for another version than the next")
+    _require(
+        all(item in state.pool for item in event.submissions), "batch takes work that is not in the pool"
+    )
+    for submission_id in event.submissions:
+        _leave_pool(state, submission_id, "training")
+    state.batch = event
+    state.last_batch_groups = event.groups
+
+
+def _published(state: State, event: VersionPublished) -> None:
+    _require(bool(state.run_id), "the run is not open")
+    _require(event.version == state.head + 1, "version published out of order")
+    if event.version > 0:
+        if state.batch is None:
+            raise EventError("version published without its batch")
+        for submission_id in state.batch.submissions:
+            state.submissions[submission_id].status = "used"
+    state.batch = None
+    state.head = event.version
+    state.versions.append(
+        VersionInfo(
+            event.version,
+            event.manifest,
+            event.weights,
+            event.size,
+            event.stats,
+            event.accuracy,
+            event.at_ms,
+        )
+    )
+    oldest = state.head - state.max_lag
+    for submission_id in [key for key in state.pool if state.submissions[key].lease.policy_version < oldest]:
+        _leave_pool(state, submission_id, "stale")
+    _forget(state, oldest - REMEMBERED_VERSIONS)
+
+
+def _forget(state: State, before: int) -> None:
+    for submission_id in [
+        key
+        for key, item in state.submissions.items()
+        if item.status in SETTLED and item.lease.policy_version < before
+    ]:
+        del state.submissions[submission_id]
+    for lease_id in [key for key, (_, version) in state.closed.items() if version < before]:
+        del state.closed[lease_id]

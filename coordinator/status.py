@@ -1,0 +1,101 @@
+"""The coordinator's state tree: what the control socket pushes to viewers, as plain values."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from barnraise.coordinator import scheduler
+from barnraise.coordinator.core import Core
+from barnraise.coordinator.hub import Hub, Live
+from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.state import Node
+from barnraise.protocol.identity import peer_id_of
+from barnraise.protocol.network import Network
+
+MAX_NODES = 256
+MAX_HISTORY = 1000
+
+
+def state_tree(core: Core, hub: Hub, progress: Progress, network: Network, started_ms: int) -> dict[str, Any]:
+    """Everything that a person or the demo wants to see; keys as the viewers expect them."""
+    state, spec = core.state, core.spec
+    history = state.versions[-MAX_HISTORY:]
+    rewards = [[info.version, info.stats.reward_mean] for info in history if info.stats is not None]
+    accuracy = [[info.version, info.accuracy] for info in history if info.accuracy >= 0]
+    complete = scheduler.is_complete(state, spec.rollout)
+    addresses = network.addresses
+    return {
+        "kind": "coordinator",
+        "run": spec.name,
+        "run_id": core.run_id.hex(),
+        "state": "complete" if complete else progress.learner,
+        "reason": _reason(core, progress),
+        "policy_version": state.head,
+        "target_version": spec.rollout.versions,
+        "reward": rewards[-1][1] if rewards else None,
+        "rewards": rewards,
+        "accuracy": accuracy,
+        "accepted": state.accepted,
+        "rejected": state.rejected,
+        "rejections": dict(state.rejections),
+        "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out),
+        "queue": len(state.waiting),
+        "queue_bytes": state.waiting_bytes,
+        "verifying": progress.verifying,
+        "groups_ready": state.pool_groups,
+        "groups_usable": state.pool_usable,
+        "groups_wanted": spec.rollout.groups_per_version,
+        "nodes": [_node(node, hub.by_key.get(node.key)) for node in _shown(core, hub)],
+        "nodes_known": len(state.nodes),
+        "nodes_live": len(hub.by_key),
+        "bytes_in": int(getattr(network, "bytes_in", 0)),
+        "bytes_out": int(getattr(network, "bytes_out", 0)),
+        "training_seconds": round(sum(info.stats.seconds for info in history if info.stats is not None), 3),
+        "ledger_size": len(core.ledger),
+        "complete": complete,
+        "address": addresses[0] if addresses else "",
+        "addresses": list(addresses),
+        "started_ms": started_ms,
+        "pid": os.getpid(),
+    }
+
+
+def _reason(core: Core, progress: Progress) -> str:
+    """What keeps the run from going on, if anything does (R3)."""
+    if core.trouble:
+        return core.trouble
+    if progress.learner_trouble:
+        return f"learner: {progress.learner_trouble}"
+    if progress.verifier_trouble:
+        return f"verifier: {progress.verifier_trouble}"
+    if progress.learner == "collecting":
+        spec = core.spec.rollout
+        return f"{core.state.pool_usable} of {spec.groups_per_version} usable groups verified"
+    return ""
+
+
+def _shown(core: Core, hub: Hub) -> list[Node]:
+    """Live nodes first, then those with most credit."""
+    nodes = list(core.state.nodes.values())
+    if len(nodes) > MAX_NODES:
+        nodes.sort(key=lambda node: (node.key not in hub.by_key, -node.credit))
+    return nodes[:MAX_NODES]
+
+
+def _node(node: Node, live: Live | None) -> dict[str, Any]:
+    verdict = node.last_verdict
+    return {
+        "name": node.name,
+        "node": node.key.hex(),
+        "peer_id": peer_id_of(node.key),
+        "state": live.state if live is not None else "away",
+        "engine": live.engine if live is not None else "",
+        "have_version": live.have_version if live is not None else -1,
+        "credit": node.credit,
+        "accepted": node.accepted,
+        "rejected": node.rejected,
+        "strikes": node.strikes,
+        "leases": len(node.leases),
+        "last_verdict": "" if verdict is None else "accepted" if verdict.accepted else verdict.check,
+    }

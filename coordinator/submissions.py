@@ -1,0 +1,104 @@
+"""The cheap checks of a submission, before it is stored: each failure costs the sender alone.
+
+Pure functions; what needs the model (proofs, sampling, rewards) comes later and
+elsewhere. The order is that of their price: signature, schema, lease.
+"""
+
+from __future__ import annotations
+
+from barnraise.coordinator.state import Lease, State
+from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import MalformedError, RefusedError, SignatureError
+from barnraise.protocol.identity import fingerprint
+from barnraise.protocol.messages import RolloutSubmission, Signed
+
+MAX_WAITING = 4096
+MAX_WAITING_BYTES = 2 * 1024**3
+
+
+def open_submission(signed: Signed, node: bytes) -> RolloutSubmission:
+    """Signature, then schema. ``node`` is the key that the session proved.
+
+    Raises:
+        RefusedError: ``wrong-signer``, ``bad-signature`` or ``malformed``.
+    """
+    if signed.signer != node:
+        raise RefusedError(
+            "wrong-signer",
+            f"the submission is signed by {fingerprint(signed.signer)}, but this session belongs to "
+            f"{fingerprint(node)}: submit your own work",
+        )
+    try:
+        return open_signed(signed, RolloutSubmission, node)
+    except SignatureError as error:
+        raise RefusedError("bad-signature", str(error)) from None
+    except MalformedError as error:
+        raise RefusedError("malformed", str(error)[:400]) from None
+
+
+def is_duplicate(state: State, submission_id: bytes) -> bool:
+    """Whether this very content was stored before (R17)."""
+    return submission_id in state.submissions
+
+
+def check_lease(
+    state: State, run_id: bytes, node: bytes, submission: RolloutSubmission, now_ms: int
+) -> Lease:
+    """The open lease that ``submission`` answers.
+
+    Raises:
+        RefusedError: ``wrong-run``, ``unknown-lease``, ``used-lease``, ``expired-lease``,
+            ``returned-lease``, ``not-your-lease`` or ``wrong-version``.
+    """
+    if submission.run_id != run_id:
+        raise RefusedError(
+            "wrong-run",
+            f"the submission is for run {submission.run_id.hex()[:16]}, this is run {run_id.hex()[:16]}: "
+            "join that run's coordinator",
+        )
+    lease = state.leases.get(submission.lease_id)
+    if lease is None:
+        raise _no_lease(state, submission.lease_id)
+    terms = lease.terms
+    if terms.node != node:
+        raise RefusedError("not-your-lease", "this lease was issued to another node")
+    if submission.policy_version != terms.policy_version:
+        raise RefusedError(
+            "wrong-version",
+            f"the lease is for policy version {terms.policy_version}, "
+            f"the submission says {submission.policy_version}",
+        )
+    if terms.deadline_at <= now_ms:
+        raise RefusedError(
+            "expired-lease",
+            f"the deadline passed {(now_ms - terms.deadline_at) / 1000:.1f} s ago "
+            "by the coordinator's clock; ask for another lease",
+        )
+    return lease
+
+
+def _no_lease(state: State, lease_id: bytes) -> RefusedError:
+    why = state.closed.get(lease_id, ("unknown", 0))[0]
+    match why:
+        case "used":
+            return RefusedError("used-lease", "this lease was answered by another submission already")
+        case "expired":
+            return RefusedError("expired-lease", "the lease's deadline has passed; ask for another lease")
+        case "returned":
+            return RefusedError("returned-lease", "this lease was given back; ask for another lease")
+        case _:
+            return RefusedError("unknown-lease", "no such lease was issued (or it was long ago)")
+
+
+def check_room(waiting: int, waiting_bytes: int) -> None:
+    """Bound what may wait for the verifier.
+
+    Raises:
+        RefusedError: ``busy``; the lease stays valid, so the node sends again later.
+    """
+    if waiting >= MAX_WAITING or waiting_bytes >= MAX_WAITING_BYTES:
+        raise RefusedError(
+            "busy",
+            f"{waiting} submissions ({waiting_bytes // 1_000_000} MB) wait for the verifier; "
+            "send this one again in some seconds",
+        )
