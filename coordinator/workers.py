@@ -79,6 +79,7 @@ class TrainStats(Struct, frozen=True, kw_only=True):
     kl: float  # mean behaviour-to-new log-ratio (k3 estimate), nats per token
     lag_mean: float  # versions
     seconds: float
+    skipped_steps: int = 0  # optimiser steps left out because loss or gradient was not finite
 
 
 class Trained(Struct, frozen=True, kw_only=True, tag=True):
