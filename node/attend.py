@@ -65,7 +65,12 @@ async def attend(ctx: Context, attempt: int) -> None:
     finally:
         ctx.session = None
     if ctx.state.stopped is None:
-        ctx.say(f"no session with the coordinator (try {attempt}): {reason}", logging.WARNING)
+        what = (
+            "lost the coordinator"
+            if ctx.state.link == "up"
+            else f"no session with the coordinator (try {attempt})"
+        )
+        ctx.say(f"{what}: {reason}", logging.WARNING)
     ctx.feed(LinkLost(reason, ctx.jitter()))
 
 

@@ -347,7 +347,7 @@ def _settle(state: State, now: float) -> State:
     """Refresh ``activity``; its ``since`` only moves when the activity itself changes."""
     new = describe(state)
     old = state.activity
-    since = old.since if (new.name, new.reason) == (old.name, old.reason) else now
+    since = old.since if new.key == old.key else now
     new = replace(new, since=since)
     return state if new == old else replace(state, activity=new)
 

@@ -215,7 +215,7 @@ async def _speak_up(ctx: Context) -> None:
     seen = -1
     while True:
         activity, now = ctx.state.activity, trio.current_time()
-        key = (activity.name, activity.reason)
+        key = activity.key
         quiet = activity.name in ("paused", "complete")
         due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
         if key != announced and activity.name != "generating":

@@ -54,8 +54,8 @@ def _complete(state: State) -> Activity:
 def _wait(state: State, last: str) -> Activity:
     if state.link == "trying":
         name = "offline" if state.joined_once else "connecting"
-        why = f" (last: {state.link_retry.reason})" if state.link_retry.reason else ""
-        return Activity(name, f"waiting for the coordinator to answer{why}")
+        why = f" (last time: {state.link_retry.reason})" if state.link_retry.reason else ""
+        return Activity(name, f"waiting for the coordinator: connecting{why}")
     if state.link == "down":
         name = "offline" if state.joined_once else "connecting"
         why = state.link_retry.reason or "not tried yet"

@@ -59,7 +59,7 @@ async def dial(network: Network, addresses: Sequence[str]) -> tuple[str, str]:
         except trio.TooSlowError:
             reasons.append(f"{address}: no answer within {DIAL_S:.0f} s")
         except PeerError as error:
-            reasons.append(f"{address}: {error}")
+            reasons.append(str(error) if address in str(error) else f"{address}: {error}")
     raise PeerError("; ".join(reasons))
 
 

@@ -232,12 +232,13 @@ def _logging(config: NodeConfig) -> Iterator[None]:
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root.addHandler(screen)
     root.addHandler(file)
-    before = root.level
+    before = root.level, root.propagate
     root.setLevel(logging.INFO)
+    root.propagate = False  # libraries give the root logger handlers of their own
     try:
         yield
     finally:
-        root.setLevel(before)
+        root.level, root.propagate = before
         root.removeHandler(screen)
         root.removeHandler(file)
         file.close()

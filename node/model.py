@@ -44,6 +44,11 @@ class Activity:
     until: float | None = None
     then: str = ""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What makes it another activity: the name and the reason up to its changing detail."""
+        return self.name, self.reason.partition(":")[0]
+
 
 # --- events
 
