@@ -27,6 +27,7 @@ from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.config import ConnectionConfig
+from libp2p.network.connection import swarm_connection
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
@@ -39,7 +40,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from barnraise.protocol.errors import PeerError
+from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.network import Handler
 from barnraise.protocol.yamux import GuardedStream, GuardedYamux
@@ -178,6 +179,12 @@ class Libp2pNetwork:
             stream = Libp2pStream(muxed)
             try:
                 await handler(stream)
+            except PeerError as error:
+                log.info("%s stream from %s ended: %s", protocol, stream.peer_id, error)
+                muxed.abort("the handler gave up")
+            except MalformedError as error:
+                log.warning("%s stream from %s: %s", protocol, stream.peer_id, error)
+                muxed.abort("the handler refused what came")
             except Exception:
                 log.warning("%s stream from %s failed", protocol, stream.peer_id, exc_info=True)
                 muxed.abort("the handler failed")
@@ -198,9 +205,14 @@ class Libp2pNetwork:
         host, port, peer_id = _parse(address)
         if peer_id == self._peer_id:
             raise PeerError(f"{address} is this very host")
-        async with self._dials.setdefault(peer_id, trio.Lock()):
-            if self._connection(peer_id) is None:
-                await self._dial(address, host, port, peer_id)
+        turn = self._dials.setdefault(peer_id, trio.Lock())
+        try:
+            async with turn:
+                if self._connection(peer_id) is None:
+                    await self._dial(address, host, port, peer_id)
+        finally:
+            if not turn.statistics().tasks_waiting and not turn.locked():
+                self._dials.pop(peer_id, None)
         self._remember(peer_id, address)
         return peer_id
 
@@ -278,8 +290,7 @@ class Libp2pNetwork:
         del known[MAX_ADDRESSES:]
         self._known.move_to_end(peer_id)
         while len(self._known) > MAX_KNOWN_PEERS:
-            forgotten, _ = self._known.popitem(last=False)
-            self._dials.pop(forgotten, None)
+            self._known.popitem(last=False)
 
     async def _dial(self, address: str, host: str, port: int, peer_id: str) -> None:
         # One address by hand: Swarm.dial_peer tries a single one, waits 250 ms and blocks the peer for 60 s.
@@ -512,8 +523,22 @@ def _reason(error: BaseException) -> str:
     return text
 
 
+class _ToFiles(logging.Handler):
+    """Passes records on to the log files of the program, never to its terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for name in (None, "barnraise"):
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
+                    handler.handle(record)
+
+
 def _quiet_libp2p() -> None:
-    """Keep libp2p's (and its helpers') logs away from stderr; handlers of the root logger get warnings."""
     for name in ("libp2p", "async_service", "multiaddr"):
         logger = logging.getLogger(name)
+        logger.propagate = False
         logger.setLevel(logging.WARNING)
+        if not any(isinstance(handler, _ToFiles) for handler in logger.handlers):
+            logger.addHandler(_ToFiles())
+    # This module calls logging.debug(), which gives the root logger a handler on stderr unasked.
+    cast(Any, swarm_connection).logging = logging.getLogger("libp2p.network.connection")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from barnraise.protocol.errors import PeerError
+from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.network import Handler
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,11 @@ class _Pipe:
         if self._end_at is None:
             self._end_at = max(trio.current_time(), self._link.free_at) + self._link.latency_s
             self.wake()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can happen here."""
+        return self.reset or (self._end_at is not None and not self._pieces)
 
     def _check(self) -> None:
         self._swarm._expire(self._connection)
@@ -226,7 +231,7 @@ class MemoryNetwork:
             raise PeerError(f"{peer_id} does not speak {protocol}")
         there = _Pipe(self._swarm, connection, self._peer_id, peer_id)
         back = _Pipe(self._swarm, connection, peer_id, self._peer_id)
-        connection.pipes += [there, back]
+        connection.pipes = [pipe for pipe in connection.pipes if not pipe.over] + [there, back]
         target._nursery.start_soon(
             target._serve, handler, MemoryStream(target, self._peer_id, there, back), protocol
         )
@@ -273,6 +278,12 @@ class MemoryNetwork:
     async def _serve(self, handler: Handler, stream: MemoryStream, protocol: str) -> None:
         try:
             await handler(stream)
+        except PeerError as error:
+            log.info("%s stream from %s ended: %s", protocol, stream.peer_id, error)
+            await stream.reset()
+        except MalformedError as error:
+            log.warning("%s stream from %s: %s", protocol, stream.peer_id, error)
+            await stream.reset()
         except Exception:
             log.warning("%s stream from %s failed", protocol, stream.peer_id, exc_info=True)
             await stream.reset()

@@ -365,7 +365,7 @@ class GuardedYamux(base.Yamux):
             with trio.CancelScope(shield=True), trio.move_on_after(WRITE_TIMEOUT_S) as scope:
                 try:
                     await self.secured_conn.write(data)
-                except BaseException:
+                except Exception:
                     self._break("the connection was lost while writing")
                     raise
             if scope.cancelled_caught:
