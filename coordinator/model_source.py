@@ -7,10 +7,13 @@ pickled weights alone is refused where it is loaded (``barnraise.kernels.models`
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.spec import Dtype, EnvironmentSpec
 
 BUILT_IN = ("demo", "smollm2")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -70,3 +73,26 @@ def _from_hub(model: str, progress: Progress) -> Path:
             f"{model} is no folder here, and the Hugging Face hub did not deliver it ({cause}); "
             "check the name and the connection, or download it yourself and name the folder"
         ) from error
+
+
+def prepare_model(source: Path, target: Path, weights_dtype: Dtype, environment: EnvironmentSpec) -> None:
+    """Copy a model into ``target`` as a run publishes it: one safetensors file in ``weights_dtype``.
+
+    The model is loaded and its tokenizer encodes a task of ``environment``, so that
+    what cannot work is refused before anything is signed.
+
+    Raises:
+        BarnraiseError: the folder holds no model that can be loaded, or the tokenizer or
+            the environment cannot be used.
+    """
+    from barnraise.kernels.models import load_policy, save_weights
+    from barnraise.kernels.tokens import Codec
+
+    policy = load_policy(source, "float32")
+    prompt = build_environment(environment).task(0, held_out=True).prompt
+    Codec(source, environment).encode_prompt(prompt)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+    save_weights(policy.model, target / "model.safetensors", weights_dtype)

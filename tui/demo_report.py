@@ -63,8 +63,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         + (f" ({result['rejections']})" if result["rejections"] else ""),
     ]
     lines += [f"credit           {name}: {credit} Mflop" for name, credit in sorted(result["credit"].items())]
-    lines.append(
-        f"ledger           {'verified' if result['ledger_ok'] else 'WRONG: ' + '; '.join(result['ledger_problems'])}"
-    )
+    found = "verified" if result["ledger_ok"] else "WRONG: " + "; ".join(result["ledger_problems"])
+    lines.append(f"ledger           {found}")
     lines.append(f"chart            {result['charts'][0]}")
     return lines

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
@@ -49,6 +48,11 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
         raise typer.Exit
 
 
+# Typer carries click inside itself in newer releases and outside in older ones: this is either.
+_UsageError = typer.BadParameter.__bases__[0]
+_ShownError = _UsageError.__bases__[0]
+
+
 def complain(message: str) -> None:
     """One line on stderr, whatever the message's own layout."""
     typer.echo("barnraise: " + " ".join(message.split()), err=True)
@@ -59,14 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         result = command.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-    except click.ClickException as error:
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        hint = f" (see '{context.command_path} --help')" if context else ""
-        text = error.format_message()
-        if text:
-            complain(text + hint)
+    except _ShownError as error:
+        context = getattr(error, "ctx", None)
+        text = error.format_message()  # type: ignore[attr-defined]
+        if text:  # empty where a bare command has shown its help already
+            complain(text + (f" (see '{context.command_path} --help')" if context else ""))
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         complain("interrupted")
         return 130
     except (RunFolderError, KeyFileError) as error:
