@@ -60,7 +60,8 @@ from barnraise.protocol.wire import printable
 
 PROGRESS_LINE_S = 5.0
 UPLOAD_TIMEOUT_S = 120.0
-BUSY_CODES = frozenset({"busy", "internal-error", "unavailable"})  # refusals that a retry may cure
+# Refusals that a retry may cure; after any other the work is of no use.
+BUSY_CODES = frozenset({"busy", "internal-error", "storage-full", "join-first", "duplicate-key"})
 MEGABYTE = 1e6
 
 
@@ -162,6 +163,8 @@ async def ask(ctx: Context, action: Ask) -> None:
         lease = open_lease(reply.lease, run, key, action.version, ctx.clock.coordinator_ms())
     except RefusedError as error:
         ctx.say(f"the coordinator refused a lease: {error}", logging.WARNING)
+        if error.code == "join-first" and ctx.session is not None:
+            await ctx.session.close()  # it does not know us any more: join again
         ctx.feed(AskFailed(printable(str(error), 300), ctx.jitter()))
         return
     except (SignatureError, MalformedError) as error:

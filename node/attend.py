@@ -50,6 +50,7 @@ EXIT_VERSION = 3
 EXIT_UNTRUSTED = 4
 EXIT_DECLINED = 5
 HEARTBEAT_TIMEOUT_S = 15.0
+REPLACED_WITHIN_S = 10.0  # a session that ends so soon after a duplicate-key notice was taken over
 
 
 async def attend(ctx: Context, attempt: int) -> None:
@@ -71,7 +72,11 @@ async def attend(ctx: Context, attempt: int) -> None:
             else f"no session with the coordinator (try {attempt})"
         )
         ctx.say(f"{what}: {reason}", logging.WARNING)
-    ctx.feed(LinkLost(reason, ctx.jitter()))
+    told = ctx.facts.duplicate_key_at
+    replaced = told is not None and trio.current_time() - told < REPLACED_WITHIN_S and ctx.state.link == "up"
+    if replaced:
+        reason = "another machine uses this key: give each one its own (--key FILE)"
+    ctx.feed(LinkLost(reason, ctx.jitter(), replaced))
 
 
 async def _session(ctx: Context, attempt: int) -> str:
@@ -254,10 +259,9 @@ def _pushed(ctx: Context, message: Message) -> None:
             _receipt(ctx, receipt)
         case NoticePush(code=code, message=text):
             if code == "duplicate-key":
-                ctx.facts.duplicate_key = True
-            ctx.say(
-                f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", logging.WARNING
-            )
+                ctx.facts.duplicate_key_at = trio.current_time()
+            level = logging.INFO if code == "run-complete" else logging.WARNING
+            ctx.say(f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", level)
 
 
 def _believe_head(ctx: Context, head: Signed | None) -> int:

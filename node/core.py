@@ -61,6 +61,8 @@ FINISH_GRACE_S = 60.0  # how long a finished node waits for its last acknowledge
 VERDICT_GRACE_S = 10.0  # how long a completed run's last verdicts are waited for
 MAX_PENDING = 1  # submissions not acknowledged while the next unit is at work
 MAX_SHRINK = 8
+STOOD_S = 30.0
+REPLACED_S = 600.0  # how long a node stays away whose key another machine uses (half to whole of it)
 
 
 def initial(exit_when_complete: bool, now: float) -> State:
@@ -110,13 +112,15 @@ def next_wake(state: State, now: float) -> float | None:
 
 def _fold(state: State, event: Event, now: float) -> State:
     match event:
-        case LinkLost(reason, jitter):
-            # A session that stood for a while starts the backoff afresh.
-            before = Retry() if state.link == "up" else state.link_retry
-            return replace(state, link="down", link_retry=backed_off(before, now, reason, jitter, 1.0, 60.0))
+        case LinkLost(reason, jitter, replaced):
+            # Only a session that stood for a while starts the backoff afresh.
+            stood = state.link == "up" and now - state.link_since >= STOOD_S
+            before = Retry() if stood else state.link_retry
+            base, cap = (REPLACED_S, REPLACED_S) if replaced else (1.0, 60.0)
+            return replace(state, link="down", link_retry=backed_off(before, now, reason, jitter, base, cap))
         case Joined(head, final, max_lag):
             state = replace(state, link="up", joined_once=True, final=final, max_lag=max_lag)
-            state = replace(state, link_retry=Retry(), upload_retry=Retry(), ask_retry=Retry())
+            state = replace(state, link_since=now, upload_retry=Retry(), ask_retry=Retry())
             return _head(state, head, now)
         case HeadSeen(version):
             return _head(state, version, now)

@@ -55,10 +55,15 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """Connecting failed, or an open session ended."""
+    """Connecting failed, or an open session ended.
+
+    ``replaced``: another machine with this key has taken over; coming straight
+    back would only throw that one out in turn.
+    """
 
     reason: str
     jitter: float
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +304,7 @@ class State:
     exit_when_complete: bool = False
     link: Literal["down", "trying", "up"] = "down"
     link_retry: Retry = Retry()
+    link_since: float = 0.0  # when the session was joined
     joined_once: bool = False
     head: int = -1
     final: int = 2**31

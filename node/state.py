@@ -14,6 +14,7 @@ from typing import Any
 from barnraise.node.model import State
 
 MAX_NOTICES = 20
+DUPLICATE_S = 900.0  # how long a duplicate key is shown after the coordinator spoke of it
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Facts:
     transfer: Transfer | None = None
     unit: UnitProgress | None = None
     offset_ms: int | None = None
-    duplicate_key: bool = False
+    duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
 
 
@@ -133,6 +134,6 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "device": facts.device,
         "engine_memory": facts.engine_memory,
         "clock_offset_ms": facts.offset_ms,
-        "duplicate_key": facts.duplicate_key,
+        "duplicate_key": facts.duplicate_key_at is not None and mono - facts.duplicate_key_at < DUPLICATE_S,
         "notices": list(facts.notices),
     }

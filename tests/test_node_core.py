@@ -385,6 +385,12 @@ def test_backoff_grows_is_jittered_and_starts_afresh_after_a_session() -> None:
     assert waits[0] <= 1.0
     assert 59 < waits[-1] <= 60
     last(world, Joined(-1, 10, 2), Connect)
+    last(world, LinkLost("reset", 0.999))
+    assert world.state.link_retry.at - world.now > 59  # it did not stand
+    world.now = world.state.link_retry.at
+    world.step()
+    last(world, Joined(-1, 10, 2), Connect)
+    world.now += core.STOOD_S
     last(world, LinkLost("reset", 0.0))
     assert world.state.link_retry.at - world.now == 0.5
 

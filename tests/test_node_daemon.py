@@ -156,6 +156,8 @@ class Coordinator:
     received: list[bytes] = field(default_factory=list)  # every arrival, duplicates included
     receipts: list[Signed] = field(default_factory=list)
     leases: dict[bytes, RolloutLease] = field(default_factory=dict)
+    lent: dict[bytes, RolloutLease] = field(default_factory=dict)
+    received_lease: bytes = b""
     returned: list[tuple[bytes, str, float]] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
     joins: list[JoinRequest] = field(default_factory=list)
@@ -247,13 +249,14 @@ class Coordinator:
             timeout_at=self.now() + 60_000,
             deadline_at=self.now() + 120_000,
         )
-        self.leases[lease.lease_id] = lease
+        self.leases[lease.lease_id] = self.lent[lease.lease_id] = lease
         return LeaseReply(id=number, lease=sign(lease, self.identity), reason="", retry_after_ms=0)
 
     async def accept_work(self, number: int, signed: Signed) -> Acknowledged:
         work = open_signed(signed, RolloutSubmission, self.joins[-1].public_key)
         submission_id = content_id(signed)
         self.received.append(submission_id)
+        self.received_lease = work.lease_id
         duplicate = submission_id in self.submissions
         if not duplicate:
             if work.lease_id not in self.leases:
@@ -701,6 +704,55 @@ async def test_a_duplicate_key_notice_is_shown(
         boss.push(NoticePush(code="duplicate-key", message="another machine uses this key"))
         tree = await it.until(lambda tree: tree["duplicate_key"])
     assert any("another machine uses this key" in notice["text"] for notice in tree["notices"])
+
+
+async def test_a_node_whose_key_another_machine_took_stays_away_instead_of_fighting(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
+        await it.until(lambda tree: tree["accepted"] == 1)
+        boss.push(NoticePush(code="duplicate-key", message="another node has just joined with this key"))
+        await trio.sleep(2.0)
+        for session in list(boss.sessions):
+            session.close("replaced")
+        tree = await it.until(lambda tree: not tree["connected"])
+        await trio.sleep(290.0)
+        assert len(boss.joins) == 1
+        assert "another machine uses this key" in it.tree["reason"]
+        await it.until(lambda tree: tree["connected"], 320.0)
+        assert tree["duplicate_key"]
+
+
+async def test_a_full_disk_at_the_coordinator_costs_no_work(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+
+    async def full() -> None:
+        boss.submissions.clear()
+        boss.leases[boss.received_lease] = boss.lent[boss.received_lease]
+        raise RefusedError("storage-full", "the coordinator's disk is full")
+
+    boss.before_ack = full
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
+        await it.until(lambda tree: tree["accepted"] == 1)
+    assert boss.received[0] == boss.received[1]
+
+
+async def test_a_refused_submission_is_dropped_and_the_reason_shown(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
+        await it.until(lambda tree: tree["unit"] is not None)
+        boss.leases.clear()
+        tree = await it.until(lambda tree: tree["accepted"] == 1)
+    assert any("unknown-lease" in notice["text"] for notice in tree["notices"])
+    assert len(boss.received) == 2
 
 
 async def test_a_rejection_names_check_threshold_value_and_place(
