@@ -238,7 +238,7 @@ class _Download:
             self._notify()
 
     async def _keep(self, donor: _Donor, digest: bytes, data: bytes) -> None:
-        await off_loop(len(data), lambda: self.owner.store.put(digest, data))
+        await off_loop(len(data), lambda: self.owner.store.put(digest, data, checked=True))
         if self.missing.pop(digest, None) is None:
             return  # another source was faster
         self.idle.pop(digest, None)
