@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
@@ -291,6 +292,12 @@ class MemoryNetwork:
             await stream.close()
 
 
+async def _hold_open(*, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    async with trio.open_nursery() as nursery:
+        task_status.started(nursery)
+        await trio.sleep_forever()
+
+
 class MemorySwarm:
     """The space in which ``MemoryNetwork`` hosts find each other.
 
@@ -322,7 +329,8 @@ class MemorySwarm:
         self._count += 1
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
-            host = MemoryNetwork(self, peer_id, nursery, self._count)
+            handlers: trio.Nursery = await nursery.start(_hold_open)
+            host = MemoryNetwork(self, peer_id, handlers, self._count)
             self._hosts[peer_id] = host
             try:
                 yield host
@@ -355,7 +363,10 @@ class MemorySwarm:
         self._wake(pair)
 
     def crash(self, peer_id: str) -> None:
-        """Kill a host: its handlers are cancelled, its connections break, nobody answers."""
+        """Kill a host: its handlers are cancelled, its connections break, nobody answers.
+
+        The body of its ``async with`` runs on and meets ``PeerError`` at every turn.
+        """
         host = self._hosts.pop(peer_id, None)
         if host is None:
             return

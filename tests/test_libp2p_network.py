@@ -141,7 +141,7 @@ async def test_idle_tcp_connections_do_not_keep_others_out() -> None:
 
 
 async def test_a_connection_that_stays_half_open_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_network, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(libp2p_network, "HANDSHAKE_TIMEOUT_S", 1.0)
     async with victim() as host:
         tcp = await trio.open_tcp_stream("127.0.0.1", port_of(host))
         await tcp.send_all(b"\x13/multistream/1.0.0\n")
