@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 from array import array
@@ -13,7 +15,7 @@ from msgspec import structs
 
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.generate import generate
-from barnraise.kernels.models import load_policy, save_weights
+from barnraise.kernels.models import Policy, load_policy, save_weights
 from barnraise.kernels.tokens import Codec
 from barnraise.protocol.environments import build_environment, is_held_out, reverse_prompt
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission
@@ -36,16 +38,10 @@ LETTERS = "abcd"
 SYMBOLS = ["<eos>", "r", "=", *LETTERS]
 
 
-def make_model(folder: Path, seed: int = 0, dtype: str = "float32", warm_up: int = 0) -> None:
-    """A model folder with a one-character-per-token vocabulary.
-
-    Random weights, then ``warm_up`` supervised steps on reversed 3-letter strings:
-    enough to reward some rollouts, too few to solve the task.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+@functools.lru_cache(maxsize=4)
+def _model(seed: int, warm_up: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder.mkdir(parents=True)
     values: dict[str, Any] = {
         "vocab_size": len(SYMBOLS),
         "hidden_size": 32,
@@ -71,9 +67,24 @@ def make_model(folder: Path, seed: int = 0, dtype: str = "float32", warm_up: int
         logits = model(rows).logits[:, 4:-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 5:].flatten()).backward()
         optimizer.step()
+    return model
+
+
+def make_model(folder: Path, seed: int = 0, dtype: str = "float32", warm_up: int = 0) -> None:
+    """A model folder with a one-character-per-token vocabulary.
+
+    Random weights, then ``warm_up`` supervised steps on reversed 3-letter strings:
+    enough to reward some rollouts, too few to solve the task.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True)
+    model = copy.deepcopy(_model(seed, warm_up))
     model.config.save_pretrained(folder)
     save_weights(model, folder / "model.safetensors", dtype)
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<eos>"])
@@ -162,11 +173,13 @@ def make_run(folder: Path, seed: int = 0, warm_up: int = 0, **changes: Any) -> W
     return WorkerSetup(spec=spec, run_id=RUN_ID, folder=str(folder), threads=1)
 
 
-def roll_out(setup: WorkerSetup, version: int, lease: int, prompts: int = 4) -> BatchPart:
+def roll_out(
+    setup: WorkerSetup, version: int, lease: int, prompts: int = 4, policy: Policy | None = None
+) -> BatchPart:
     """What an honest node makes of one lease at ``version``, and the rewards that the verifier found."""
     spec, size = setup.spec, setup.spec.rollout.group_size
     folder = checkpoint_folder(Path(setup.folder), version)
-    policy = load_policy(folder)
+    policy = policy or load_policy(folder)
     codec = Codec(folder, spec.environment)
     environment = build_environment(spec.environment)
     lease_id = lease.to_bytes(16, "big")
@@ -221,5 +234,6 @@ def roll_out(setup: WorkerSetup, version: int, lease: int, prompts: int = 4) -> 
 def next_job(setup: WorkerSetup, version: int, units: int = 2, lag: int = 0) -> TrainJob:
     """The job that makes ``version`` from rollouts of ``version - 1 - lag``."""
     source = max(0, version - 1 - lag)
-    parts = tuple(roll_out(setup, source, version * 100 + unit) for unit in range(units))
+    policy = load_policy(checkpoint_folder(Path(setup.folder), source))
+    parts = tuple(roll_out(setup, source, version * 100 + unit, policy=policy) for unit in range(units))
     return TrainJob(version=version, parts=parts)
