@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import assert_never
 
 from barnraise.coordinator.events import (
@@ -23,9 +24,15 @@ from barnraise.coordinator.events import (
     Submitted,
     VersionPublished,
 )
+from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
-from barnraise.protocol.messages import Signed
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.ledger_file import write_ledger
+from barnraise.protocol.merkle import MerkleLog
+from barnraise.protocol.messages import Signed, TreeHead
+from barnraise.protocol.runid import run_id
 
 
 def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
@@ -97,3 +104,23 @@ def entries_of(events: Iterable[Event], max_lag: int) -> Iterator[ledger.LedgerE
 def manifest_digest(manifest: Signed) -> bytes:
     """What the ledger says of a manifest: SHA-256 of its payload."""
     return hashlib.sha256(manifest.payload).digest()
+
+
+def export_ledger(
+    journal: Journal, signed_spec: Signed, max_lag: int, identity: Identity, now_ms: int, target: Path
+) -> None:
+    """Write what is durable as a ledger file, under a tree head signed now that covers all of it.
+
+    Blocking; safe beside a running coordinator, whose journal may grow meanwhile.
+
+    Raises:
+        StorageError: the disk refused.
+        RunFolderError: the journal is damaged.
+    """
+    heads = journal.tree_heads()  # before the entries: none may cover more than is written
+    log = MerkleLog()
+    entries = list(entries_of(journal.events(), max_lag))
+    for entry in entries:
+        log.append(ledger.encode_entry(entry))
+    newest = TreeHead(run_id=run_id(signed_spec), size=len(log), root=log.root(), issued_at=now_ms)
+    write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries)

@@ -19,11 +19,11 @@ import trio
 
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.core import Core, Offload, in_thread
-from barnraise.coordinator.export import write_journal
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
+from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.status import state_tree
@@ -159,6 +159,6 @@ async def _export(run: Run, core: Core, args: dict[str, Any]) -> dict[str, Any]:
     target = run.path / "ledger.bin"
     lag = run.spec.rollout.max_lag
     await core.offload(
-        lambda: write_journal(core.journal, run.signed_spec, lag, run.identity, core.now_ms(), target)
+        lambda: export_ledger(core.journal, run.signed_spec, lag, run.identity, core.now_ms(), target)
     )
     return {"path": str(target)}

@@ -18,7 +18,7 @@ from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.presets import demo
 from barnraise.coordinator.server import run_coordinator
-from barnraise.coordinator.workers import Judged, TrainJob, TrainStats, Trained, VerifyJob, checkpoint_folder
+from barnraise.coordinator.workers import Judged, Trained, TrainJob, TrainStats, VerifyJob, checkpoint_folder
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import open_signed, sign
 from barnraise.protocol.errors import ChildError

@@ -7,8 +7,8 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from barnraise.coordinator.export import write_journal
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.protocol.ledger_file import verify_ledger_file
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import HeadPush, ReceiptPush
@@ -42,7 +42,7 @@ async def test_a_run_goes_from_version_0_to_the_last_and_its_ledger_verifies(
         assert [version for version, _ in state["rewards"]] == [1, 2, 3]
         journal = Journal(folder / "state.sqlite")
         run = coordinator.run
-        write_journal(journal, run.signed_spec, 1, run.identity, 9_000_000, tmp_path / "ledger.bin")
+        export_ledger(journal, run.signed_spec, 1, run.identity, 9_000_000, tmp_path / "ledger.bin")
         journal.close()
     report = verify_ledger_file(tmp_path / "ledger.bin")
     assert report.ok, report.problems

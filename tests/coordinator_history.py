@@ -1,0 +1,128 @@
+"""Random but valid histories of a run, for the property tests of the coordinator's pure parts."""
+
+from __future__ import annotations
+
+import random
+
+from barnraise.coordinator.events import (
+    BatchFormed,
+    Event,
+    LeaseClosed,
+    LeaseIssued,
+    LeaseTimedOut,
+    NodeJoined,
+    RunOpened,
+    SubmissionJudged,
+    SubmissionsSkipped,
+    Submitted,
+    VersionPublished,
+)
+from barnraise.coordinator.state import State, apply
+from barnraise.protocol.messages import RolloutLease, Verdict
+
+RUN_ID = b"r" * 32
+MAX_LAG = 1
+
+
+def verdict(accepted: bool, check: str = "toploc") -> Verdict:
+    return Verdict(
+        accepted=accepted,
+        check="all" if accepted else check,
+        threshold=1.0,
+        value=2.0,
+        position="",
+        message="",
+    )
+
+
+def lease_for(
+    state: State, node: bytes, rng: random.Random, now: int, version: int | None = None
+) -> RolloutLease:
+    unit = rng.choice([*state.free_units, state.next_unit])
+    return RolloutLease(
+        run_id=RUN_ID,
+        lease_id=rng.randbytes(16),
+        unit_id=unit,
+        node=node,
+        policy_version=rng.randint(max(0, state.head - MAX_LAG), state.head) if version is None else version,
+        prompts=2,
+        group_size=2,
+        issued_at=now,
+        timeout_at=now + 60_000,
+        deadline_at=now + 120_000,
+    )
+
+
+def judged(state: State, submission_id: bytes, rng: random.Random, now: int) -> SubmissionJudged:
+    good = rng.random() < 0.7
+    rewards = tuple(float(rng.randint(0, 1)) for _ in range(4)) if good else ()
+    return SubmissionJudged(
+        submission_id=submission_id,
+        verdict=verdict(good),
+        rewards=rewards,
+        tokens=7 if good else 0,
+        credit=7 if good else 0,
+        blameless=not good and rng.random() < 0.2,
+        at_ms=now,
+    )
+
+
+def published(state: State, now: int) -> VersionPublished:
+    return VersionPublished(
+        version=state.head + 1,
+        manifest=b"m" * 32,
+        weights="w",
+        size=1,
+        stats=None,
+        accuracy=-1.0,
+        at_ms=now,
+    )
+
+
+def next_event(state: State, rng: random.Random, now: int) -> Event:
+    """Any event that may follow."""
+    if not state.run_id:
+        return RunOpened(run_id=RUN_ID, operator=b"o" * 32, at_ms=now)
+    choices: list[Event] = [NodeJoined(node=rng.randbytes(1) * 32, name=f"n{rng.randint(0, 3)}", at_ms=now)]
+    if state.head < 0:
+        choices.append(published(state, now))
+    elif state.nodes:
+        node = rng.choice(list(state.nodes))
+        terms = lease_for(state, node, rng, now)
+        choices += [LeaseIssued(lease=terms, instance=b"i" * 16)] * 3
+    if state.leases:
+        lease_id = rng.choice(list(state.leases))
+        if not state.leases[lease_id].timed_out:
+            choices.append(LeaseTimedOut(lease_id=lease_id, at_ms=now))
+        why = rng.choice(("expired", "returned"))
+        choices.append(LeaseClosed(lease_id=lease_id, reason=why, at_ms=now))
+        done = Submitted(submission_id=rng.randbytes(32), lease_id=lease_id, size=10, at_ms=now)
+        choices += [done] * 3
+    if state.waiting:
+        choices += [judged(state, rng.choice(list(state.waiting)), rng, now)] * 3
+    if state.pool:
+        chosen = tuple(rng.sample(list(state.pool), rng.randint(1, len(state.pool))))
+        choices.append(SubmissionsSkipped(submissions=chosen, at_ms=now))
+        if state.batch is None:
+            groups = 2 * len(chosen)
+            formed = BatchFormed(
+                version=state.head + 1, submissions=chosen, groups=groups, usable=1, at_ms=now
+            )
+            choices += [formed] * 2
+    if state.batch is not None:
+        choices += [published(state, now)] * 2
+    return rng.choice(choices)
+
+
+def history(seed: int, length: int) -> list[Event]:
+    """``length`` events, each of which follows from those before."""
+    rng = random.Random(seed)
+    state = State(max_lag=MAX_LAG)
+    events: list[Event] = []
+    now = 1_000
+    for _ in range(length):
+        now += rng.randint(0, 5_000)
+        event = next_event(state, rng, now)
+        apply(state, event)
+        events.append(event)
+    return events

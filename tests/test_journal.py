@@ -1,0 +1,135 @@
+"""What was acknowledged is on the disk, whatever happens to the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from barnraise.coordinator.events import NodeJoined
+from barnraise.coordinator.journal import MANIFESTS_KEPT, Journal, Payload, StoredReceipt, Write
+from barnraise.protocol.errors import RunFolderError, StorageError
+from barnraise.protocol.messages import Signed
+
+WRITER = """
+import sys
+from pathlib import Path
+from barnraise.coordinator.events import NodeJoined
+from barnraise.coordinator.journal import Journal, Payload, Write
+from barnraise.protocol.messages import Signed
+journal = Journal(Path(sys.argv[1]))
+number = journal.length
+while True:
+    writes = []
+    for _ in range(5):
+        data = bytes(8000) + number.to_bytes(8, "big")
+        signed = Signed(payload=data, signer=b"s" * 32, signature=b"t" * 64)
+        event = NodeJoined(node=number.to_bytes(32, "big"), name="n", at_ms=number)
+        writes.append(Write(events=[event], payloads=[Payload(number.to_bytes(32, "big"), 0, signed)]))
+        number += 1
+    journal.commit(writes)
+    print(number, flush=True)
+"""
+
+
+def event(number: int) -> NodeJoined:
+    return NodeJoined(node=number.to_bytes(32, "big"), name="n", at_ms=number)
+
+
+def signed(data: bytes = b"payload") -> Signed:
+    return Signed(payload=data, signer=b"s" * 32, signature=b"t" * 64)
+
+
+@pytest.mark.parametrize("acknowledgements", [1, 7, 40])
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledgements: int) -> None:
+    path = tmp_path / "state.sqlite"
+    acknowledged = 0
+    for _ in range(2):  # the second writer goes on from the first one's ruins
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        assert writer.stdout is not None
+        for _ in range(acknowledgements):
+            acknowledged = int(writer.stdout.readline())
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        journal = Journal(path)
+        events = list(journal.events())
+        assert len(events) >= acknowledged
+        assert len(events) % 5 == 0  # a transaction is there whole or not at all
+        assert events == [event(number) for number in range(len(events))]
+        stored = journal.payloads([number.to_bytes(32, "big") for number in range(len(events))])
+        assert len(stored) == len(events)
+        journal.close()
+
+
+def test_a_refusing_disk_keeps_all_of_a_transaction_out_and_says_where(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    journal.commit([Write(events=[event(0)])])
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    too_much = Write(events=[event(1)], payloads=[Payload(b"1" * 32, 0, signed(bytes(100_000)))])
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        journal.commit([Write(events=[event(9)]), too_much])
+    assert list(journal.events()) == [event(0)]
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.commit([too_much])
+    assert list(journal.events()) == [event(0), event(1)]
+
+
+def test_payloads_are_dropped_when_told(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    for version in range(3):
+        journal.commit([Write(payloads=[Payload(bytes([version]) * 32, version, signed())])])
+    assert journal.payload_ids(2) == [b"\0" * 32, b"\1" * 32]
+    journal.commit([Write(drop_payloads=journal.payload_ids(2))])
+    assert journal.payloads([b"\0" * 32, b"\2" * 32]) == {b"\2" * 32: b"payload"}
+
+
+def test_receipts_are_found_by_node_from_an_index_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    for index in range(10):
+        node = b"ab"[index % 2 : index % 2 + 1] * 32
+        journal.commit([Write(receipts=[StoredReceipt(index, node, signed(bytes([index])))])])
+    found = journal.receipts(b"a" * 32, 3, 2)
+    assert [receipt.payload for receipt in found] == [b"\4", b"\6"]
+
+
+def test_old_manifests_go(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    for version in range(MANIFESTS_KEPT + 2):
+        journal.commit([Write(manifest=(version, signed(bytes([version]))))])
+    assert journal.manifest(1) is None
+    assert journal.manifest(2) == signed(b"\2")
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    path.write_bytes(b"this is not a database" * 500)
+    with pytest.raises(RunFolderError, match=r"state\.sqlite is damaged"):
+        Journal(path)
+
+
+def test_an_event_of_another_version_is_refused_with_the_cure(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    Journal(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("INSERT INTO events VALUES (0, ?)", (b"\x81\xa4type\xa6Future",))
+    database.close()
+    with pytest.raises(RunFolderError, match="another version of barnraise"):
+        list(Journal(path).events())
+
+
+def test_a_missing_event_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    journal = Journal(path)
+    journal.commit([Write(events=[event(0), event(1), event(2)])])
+    journal._db.execute("DELETE FROM events WHERE seq = 1")
+    with pytest.raises(RunFolderError, match="event 1 is missing"):
+        list(journal.events())
