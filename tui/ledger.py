@@ -118,7 +118,7 @@ def verify(
         if not receipts.is_dir():
             raise typer.BadParameter(f"{receipts} is not a folder", param_hint="--receipts")
         given = tuple(
-            signed for path in sorted(receipts.glob("runs/*/receipts")) for signed in read_receipts(path)
+            signed for path in sorted(receipts.glob("runs/*/receipts.bin")) for signed in read_receipts(path)
         )
     try:
         report = audit(source, given)

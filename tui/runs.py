@@ -161,7 +161,7 @@ class _Progress:
 
     def __call__(self, subject: str, fraction: float) -> None:
         now = time.monotonic()
-        if subject == self._subject and now - self._shown < 2.0:
+        if subject == self._subject and now - self._shown < 5.0:
             return
         self._subject, self._shown = subject, now
         typer.echo(f"{subject}{f' ({fraction:.0%})' if 0 < fraction < 1 else ''}")
