@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import Judged, Trained, TrainJob, TrainStats, VerifyJob, checkpoint_folder
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import open_signed, sign
-from barnraise.protocol.errors import ChildError
+from barnraise.protocol.errors import ChildError, PeerError, RefusedError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
 from barnraise.protocol.messages import (
     SESSION_PROTOCOL,
     Acknowledged,
+    HeartbeatReply,
+    HeartbeatRequest,
     JoinReply,
     JoinRequest,
     LeaseReply,
@@ -311,6 +313,15 @@ class ScriptedNode:
     def received(self, kind: type[R]) -> list[R]:
         return [message for message in self.pushes if isinstance(message, kind)]
 
+    async def keep_beating(self) -> None:
+        with suppress(PeerError, RefusedError):
+            while True:
+                await trio.sleep(10)
+                await self.ask(
+                    lambda number: HeartbeatRequest(id=number, have_version=self.version, state="idle"),
+                    HeartbeatReply,
+                )
+
     async def keep_pushes(self) -> None:
         async for message in self.session.pushes:
             self.pushes.append(message)
@@ -342,6 +353,7 @@ async def attached(
         nursery.start_soon(scripted.keep_pushes)
         if join:
             await scripted.join()
+            nursery.start_soon(scripted.keep_beating)
         yield scripted
         await session.close()
         nursery.cancel_scope.cancel()
