@@ -103,9 +103,9 @@ def test_ties_across_the_border_go_to_the_lower_index() -> None:
 def test_the_modulus_is_the_largest_that_separates_the_indices() -> None:
     index = torch.tensor([[0, 1, 2], [0, PRIME, 5], [1, 2 * PRIME - 1, 0], [0, PRIME, PRIME - 1]])
     assert toploc._moduli(index).tolist() == [PRIME, PRIME - 1, PRIME, PRIME - 2]
-    hostile = torch.arange(0, 40_000_000, 5_000)[None, :]
+    hostile = torch.tensor([[4, 4]])
     with pytest.raises(ValueError, match="separates"):
-        toploc._moduli(torch.cat([hostile, hostile], dim=1))
+        toploc._moduli(hostile)
 
 
 @settings(max_examples=40, deadline=None)

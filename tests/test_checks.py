@@ -1,0 +1,294 @@
+"""The checks that need no model: every malformation has a verdict that names it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from barnraise.coordinator import checks
+from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
+from barnraise.kernels.toploc import ChunkScore, proof_length
+from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
+from barnraise.protocol.spec import (
+    EnvironmentSpec,
+    EvalSpec,
+    GrpoSpec,
+    ModelSpec,
+    RolloutSpec,
+    RunSpec,
+    SamplingSpec,
+)
+from barnraise.protocol.wire import decode, encode
+
+EOS, VOCABULARY, LIMIT, HIDDEN = 0, 50, 40, 16
+VERIFY = default_verify_spec()
+SPEC = RunSpec(
+    format=1,
+    name="checks",
+    description="",
+    operator=bytes(32),
+    created_at=0,
+    phase="posttrain",
+    seed=0,
+    model=ModelSpec(
+        name="tiny",
+        parameters=1000,
+        vocabulary=VOCABULARY,
+        weights_dtype="float32",
+        compute_dtype="float32",
+        eos_token=EOS,
+        assets={},
+    ),
+    environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
+    sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LIMIT),
+    rollout=RolloutSpec(
+        prompts_per_unit=2,
+        group_size=2,
+        groups_per_version=2,
+        max_groups_per_version=4,
+        max_lag=1,
+        versions=10,
+        timeout_s=1.0,
+        deadline_s=2.0,
+    ),
+    grpo=GrpoSpec(
+        learning_rate=1e-3,
+        warmup_steps=0,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        grad_clip=1.0,
+        inner_epochs=1,
+        minibatches=1,
+        clip_low=0.2,
+        clip_high=0.2,
+        clip_delta=4.0,
+        normalise_std=False,
+        kl_coefficient=0.0,
+        entropy_coefficient=0.0,
+        loss_aggregation="token",
+    ),
+    verify=VERIFY,
+    evaluation=EvalSpec(tasks=1, every=1),
+    admission="open",
+)
+LEASE = RolloutLease(
+    run_id=bytes([1]) * 32,
+    lease_id=bytes([2]) * 16,
+    unit_id=0,
+    node=bytes([3]) * 32,
+    policy_version=7,
+    prompts=2,
+    group_size=2,
+    issued_at=0,
+    timeout_at=1,
+    deadline_at=2,
+)
+
+
+def _rollout(
+    tokens: list[int], logprobs: list[float] | None = None, prompt: int = 0, sample: int = 0
+) -> Rollout:
+    values = [-1.0] * len(tokens) if logprobs is None else logprobs
+    return Rollout(
+        prompt=prompt,
+        sample=sample,
+        tokens=np.array(tokens, dtype="<u4").tobytes(),
+        logprobs=np.array(values, dtype="<f4").tobytes(),
+        proofs=b"",
+    )
+
+
+def _submission(**changes: Any) -> RolloutSubmission:
+    honest = RolloutSubmission(
+        run_id=LEASE.run_id,
+        lease_id=LEASE.lease_id,
+        policy_version=LEASE.policy_version,
+        engine="test",
+        generate_ms=1,
+        rollouts=tuple(_rollout([5, EOS], prompt=p, sample=s) for p in range(2) for s in range(2)),
+    )
+    return structs.replace(honest, **changes)
+
+
+def _failure(check: str, call: Any, *arguments: Any) -> Verdict:
+    with pytest.raises(CheckFailure) as caught:
+        call(*arguments)
+    assert caught.value.check == check
+    verdict = caught.value.verdict()
+    assert not verdict.accepted
+    assert decode(encode(verdict), Verdict) == verdict  # fit to be signed and sent
+    return verdict
+
+
+def test_an_honest_message_passes() -> None:
+    submission = checks.open_payload(encode(_submission()))
+    checks.check_lease(submission, LEASE)
+    checks.check_order(submission.rollouts, LEASE)
+    for number, rollout in enumerate(submission.rollouts):
+        completion = checks.read_rollout(rollout, number, SPEC)
+        assert completion.tokens.tolist() == [5, EOS]
+        assert completion.ended
+    assert decode(encode(checks.accepted(8)), Verdict).check == "all"
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=50)
+def test_random_bytes_are_malformed(payload: bytes) -> None:
+    _failure("malformed", checks.open_payload, payload)
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_a_truncated_payload_is_malformed(data: st.DataObject) -> None:
+    payload = encode(_submission())
+    _failure("malformed", checks.open_payload, payload[: data.draw(st.integers(0, len(payload) - 1))])
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        ("wrong-run", {"run_id": bytes(32)}),
+        ("wrong-lease", {"lease_id": bytes(16)}),
+        ("wrong-version", {"policy_version": 6}),
+    ],
+)
+def test_a_submission_for_something_else_is_refused(check: str, change: dict[str, Any]) -> None:
+    _failure(check, checks.check_lease, _submission(**change), LEASE)
+
+
+def test_rollouts_must_be_every_prompt_and_sample_once_and_in_order() -> None:
+    honest = _submission().rollouts
+    for rollouts in (honest[:-1], (*honest, honest[0])):
+        verdict = _failure("rollout-count", checks.check_order, rollouts, LEASE)
+        assert (verdict.threshold, verdict.value) == (4, len(rollouts))
+    for order in ((1, 0, 2, 3), (0, 1, 2, 2), (0, 0, 2, 3), (2, 3, 0, 1)):
+        _failure("rollout-order", checks.check_order, [honest[i] for i in order], LEASE)
+    verdict = _failure("rollout-order", checks.check_order, [honest[i] for i in (0, 1, 3, 2)], LEASE)
+    assert verdict.position == "rollout 2"
+    assert "must be prompt 1 sample 0, not prompt 1 sample 1" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("check", "rollout", "position"),
+    [
+        ("token-bytes", structs.replace(_rollout([5, EOS]), tokens=b"\0" * 7), "rollout 3"),
+        ("empty-completion", _rollout([]), "rollout 3"),
+        ("completion-length", _rollout([5] * (LIMIT + 1)), "rollout 3"),
+        ("vocabulary", _rollout([5, VOCABULARY, EOS]), "rollout 3 token 1"),
+        ("vocabulary", _rollout([2**32 - 1, EOS]), "rollout 3 token 0"),
+        ("early-eos", _rollout([5, EOS, 6, EOS]), "rollout 3 token 1"),
+        ("termination", _rollout([5, 6, 7]), "rollout 3 token 2"),
+        ("logprob-count", _rollout([5, EOS], [-1.0]), "rollout 3"),
+        ("logprob-count", structs.replace(_rollout([5, EOS]), logprobs=b"\0" * 9), "rollout 3"),
+        ("logprob-range", _rollout([5, EOS], [-1.0, math.nan]), "rollout 3 token 1"),
+        ("logprob-range", _rollout([5, EOS], [-math.inf, -1.0]), "rollout 3 token 0"),
+        ("logprob-range", _rollout([5, EOS], [-1.0, 0.01]), "rollout 3 token 1"),
+    ],
+)
+def test_a_malformed_rollout_is_named(check: str, rollout: Rollout, position: str) -> None:
+    assert _failure(check, checks.read_rollout, rollout, 3, SPEC).position == position
+
+
+def test_the_limit_and_the_end_token_both_end_a_completion() -> None:
+    assert not checks.read_rollout(_rollout([5] * LIMIT), 0, SPEC).ended
+    assert checks.read_rollout(_rollout([5] * (LIMIT - 1) + [EOS]), 0, SPEC).ended
+    assert checks.read_rollout(_rollout([EOS]), 0, SPEC).ended
+    assert checks.read_rollout(_rollout([5, EOS], [0.0, 1e-6]), 0, SPEC).ended  # rounding
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+@settings(max_examples=200)
+def test_no_bytes_make_reading_a_rollout_raise_anything_else(tokens: bytes, logprobs: bytes) -> None:
+    rollout = Rollout(prompt=0, sample=0, tokens=tokens, logprobs=logprobs, proofs=b"")
+    try:
+        completion = checks.read_rollout(rollout, 0, SPEC)
+    except CheckFailure as failure:
+        decode(encode(failure.verdict()), Verdict)
+    else:
+        assert 1 <= len(completion.tokens) == len(completion.logprobs) <= LIMIT
+
+
+def _completion(tokens: int, proofs: bytes, ended: bool = True) -> Completion:
+    return Completion(np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.float32), proofs, ended)
+
+
+def test_proofs_are_measured_before_they_are_computed_with() -> None:
+    size = proof_length(33, HIDDEN)
+    for proofs in (b"", bytes(size - 1), bytes(size + 258)):
+        verdict = _failure("proof-length", checks.check_proofs, _completion(33, proofs), 1, HIDDEN, VERIFY)
+        assert (verdict.threshold, verdict.value, verdict.position) == (size, len(proofs), "rollout 1")
+    verdict = _failure("proof-format", checks.check_proofs, _completion(33, bytes(size)), 1, HIDDEN, VERIFY)
+    assert "modulus 0" in verdict.message
+    good = b"\xff\xd9" + bytes(256) + b"\xff\xd9" + bytes(32)
+    checks.check_proofs(_completion(33, good), 1, HIDDEN, VERIFY)
+
+
+@pytest.mark.parametrize(
+    ("check", "score"),
+    [
+        ("toploc-exponents", ChunkScore(11, 0.0, 0.0)),
+        ("toploc-mantissa-mean", ChunkScore(10, 4.1, 3.0)),
+        ("toploc-mantissa-median", ChunkScore(10, 4.0, 4.0)),
+        ("toploc-mantissa-mean", ChunkScore(0, math.nan, 0.0)),
+    ],
+)
+def test_toploc_scores_over_a_threshold_are_named_with_their_chunk(check: str, score: ChunkScore) -> None:
+    fine = ChunkScore(10, 4.0, 3.0)
+    checks.check_toploc([fine, fine], [128, 128], 5, VERIFY)
+    verdict = _failure(check, checks.check_toploc, [fine, score], [128, 128], 5, VERIFY)
+    assert verdict.position == "rollout 5 chunk 1"
+
+
+def test_a_short_chunk_is_allowed_proportionally_fewer_mismatches() -> None:
+    checks.check_toploc([ChunkScore(2, 0.0, 0.0)], [16], 0, VERIFY)
+    verdict = _failure("toploc-exponents", checks.check_toploc, [ChunkScore(3, 0.0, 0.0)], [16], 0, VERIFY)
+    assert verdict.threshold == 2
+
+
+def _floats(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(values, dtype=np.float32)
+
+
+def test_one_token_that_was_not_the_draw_is_found() -> None:
+    checks.check_sampling([_floats(0, 0.015), _floats(*[0] * 30)], VERIFY)
+    for bad in (0.06, math.inf, math.nan):
+        verdict = _failure("sampling-margin", checks.check_sampling, [_floats(0), _floats(0, bad, 0)], VERIFY)
+        assert verdict.position == "rollout 1 token 1"
+        assert math.isfinite(verdict.value)
+
+
+def test_many_small_margins_are_found() -> None:
+    verdict = _failure("sampling-mean", checks.check_sampling, [_floats(*[0.01] * 9)] * 3, VERIFY)
+    assert verdict.value == pytest.approx(0.01)
+
+
+def test_an_improbable_end_is_refused_and_an_honest_one_is_not() -> None:
+    strict = structs.replace(VERIFY, eos_min_probability=0.01)
+    _failure("eos-probability", checks.check_end, _completion(2, b""), _floats(-1, -5), 0, strict)
+    checks.check_end(_completion(2, b""), _floats(-1, -4), 0, strict)
+    checks.check_end(_completion(2, b"", ended=False), _floats(-1, -50), 0, strict)
+    checks.check_end(_completion(2, b""), _floats(-1, -16), 0, VERIFY)
+
+
+def test_claimed_log_probabilities_must_be_the_policys() -> None:
+    claimed = [_floats(-1, -2), _floats(-3)]
+    checks.check_logprobs(claimed, [_floats(-1.004, -2), _floats(-3)], VERIFY)
+    verdict = _failure(
+        "logprob-max", checks.check_logprobs, claimed, [_floats(-1, -2.1), _floats(-3)], VERIFY
+    )
+    assert verdict.position == "rollout 0 token 1"
+    _failure("logprob-max", checks.check_logprobs, claimed, [_floats(-1, -2), _floats(-math.inf)], VERIFY)
+    _failure("logprob-mean", checks.check_logprobs, claimed, [_floats(-1.01, -2.01), _floats(-3.01)], VERIFY)
+
+
+def test_long_texts_are_cut_to_what_a_verdict_may_hold() -> None:
+    failure = CheckFailure("malformed", -math.inf, math.inf, "p" * 900, "m" * 900)
+    verdict = failure.verdict()
+    assert decode(encode(verdict), Verdict) == verdict
