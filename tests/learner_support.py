@@ -32,6 +32,8 @@ from barnraise.protocol.spec import (
 )
 from barnraise.protocol.wire import encode
 
+torch.set_num_threads(1)  # models this small lose by threads, most of all on a busy machine
+
 RUN_ID = bytes(range(32))
 NODE = bytes(32)
 LETTERS = "abcd"

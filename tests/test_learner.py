@@ -26,11 +26,6 @@ from barnraise.protocol.seeds import task_seed
 from barnraise.protocol.wire import decode, encode
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def weights(setup: WorkerSetup, version: int, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
     return load_file(checkpoint_folder(Path(setup.folder), version) / name)
 

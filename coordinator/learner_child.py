@@ -1,0 +1,158 @@
+"""The learner in a child process: ``python -m barnraise.coordinator.learner_child``.
+
+The event loop never waits for a gradient, and what training does to its process
+(memory, crashes) stays there (R5). A job is safe to send again: a version that was
+finished is reported, one that was cut short is made anew from the last checkpoint.
+The parent's side imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+from msgspec import Struct
+
+from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
+from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
+from barnraise.protocol.errors import BarnraiseError, ChildError
+
+if TYPE_CHECKING:
+    from barnraise.coordinator.learner import Trainer
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Children that one request may cost before it is given up."""
+MICRO_BATCH_BYTES = 2 * 1024**3
+"""Activations that a backward pass may keep, by estimate; quartered when memory runs out."""
+
+
+class SetUp(Struct, frozen=True, kw_only=True, tag=True):
+    """First request: which run, and how much memory for activations."""
+
+    worker: WorkerSetup
+    micro_batch_bytes: int
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to ``SetUp``: tokenizer and environment are read."""
+
+
+class InitialJob(Struct, frozen=True, kw_only=True, tag=True):
+    """Request: evaluate version 0, or report it again. The reply is ``Trained``."""
+
+
+class _SetUpRefused(ChildError):
+    """The child lived long enough to say why it cannot work for this run."""
+
+
+class ChildLearner:
+    """The learner seam over a child, which is started when first needed and after it died."""
+
+    def __init__(self, setup: WorkerSetup, log_path: Path | None = None) -> None:
+        """``log_path``: file to which the child's messages are appended; None shares ours."""
+        self._setup = setup
+        self._log = log_path
+        self._child: Child | None = None
+        self._lock = trio.Lock()
+        self._micro_batch_bytes = MICRO_BATCH_BYTES
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running child."""
+        return self._child.pid if self._child is not None and self._child.alive else None
+
+    async def initial(self) -> Trained:
+        """See ``barnraise.coordinator.workers.Learner``.
+
+        Raises:
+            ChildError: the run folder cannot be used, or the learner died ``ATTEMPTS`` times.
+        """
+        return await self._request(InitialJob())
+
+    async def train(self, job: TrainJob) -> Trained:
+        """See ``barnraise.coordinator.workers.Learner``. A child that dies is replaced and asked again.
+
+        Raises:
+            ChildError: the learner refused (a damaged checkpoint, a full disk: the text
+                says which), or died ``ATTEMPTS`` times.
+        """
+        return await self._request(job)
+
+    async def close(self) -> None:
+        """End the child, in the middle of a job too; safe to call twice."""
+        self._closed = True
+        await self._end_child()
+
+    async def _request(self, request: InitialJob | TrainJob) -> Trained:
+        async with self._lock:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    child = await self._started()
+                    return await child.request(request, Trained)
+                except ChildError as error:
+                    refused = isinstance(error, _SetUpRefused) or self.pid is not None
+                    if refused or self._closed or attempt == ATTEMPTS:
+                        raise  # asking again would change nothing, nobody asks any more, or enough is enough
+                    if isinstance(error, ChildOutOfMemoryError):
+                        self._micro_batch_bytes //= 4
+                    log.warning("%s; starting another (%d of %d)", error, attempt + 1, ATTEMPTS)
+            raise AssertionError  # unreachable: the last attempt returns or raises
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+
+    async def _started(self) -> Child:
+        if self._child is not None and self._child.alive:
+            return self._child
+        await self._end_child()
+        threads = str(max(1, self._setup.threads))
+        child = await Child.start(
+            [sys.executable, "-m", "barnraise.coordinator.learner_child"],
+            name="learner",
+            log=self._log,
+            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        try:
+            await child.request(SetUp(worker=self._setup, micro_batch_bytes=self._micro_batch_bytes), Ready)
+        except BaseException as error:
+            refused = isinstance(error, ChildError) and child.alive
+            await child.kill()  # half set up, it would refuse everything else
+            if refused:
+                raise _SetUpRefused(str(error)) from error
+            raise
+        self._child = child
+        return child
+
+
+def main() -> None:
+    """The child's main thread."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
+    trainer: Trainer | None = None
+
+    def handle(request: SetUp | InitialJob | TrainJob, send: Send) -> Ready | Trained:
+        nonlocal trainer
+        import torch
+
+        from barnraise.coordinator.learner import Trainer
+
+        if isinstance(request, SetUp):
+            torch.set_num_threads(max(1, request.worker.threads))
+            trainer = Trainer(request.worker, request.micro_batch_bytes)
+            return Ready()
+        if trainer is None:
+            raise BarnraiseError("the learner was asked before it was set up")
+        return trainer.initial() if isinstance(request, InitialJob) else trainer.train(request)
+
+    serve(handle, SetUp | InitialJob | TrainJob)
+
+
+if __name__ == "__main__":
+    main()
