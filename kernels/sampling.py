@@ -49,11 +49,10 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
             k1 = (k1 + _WEYL[1]) & _MASK
         p0 = c0 * _MULTIPLIERS[0]
         p1 = c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _MASK
-        c2 = ((p0 >> 32) ^ (c3 ^ k1)) & _MASK
-        c1 = p1 & _MASK
-        c3 = p0 & _MASK
-    return c0, c1, c2, c3
+        c0 = ((p1 >> 32) ^ (c1 ^ k0)).bitwise_and_(_MASK)
+        c2 = ((p0 >> 32) ^ (c3 ^ k1)).bitwise_and_(_MASK)
+        c1, c3 = p1, p0  # their high halves go when they have been mixed in
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 @lru_cache(maxsize=16)
