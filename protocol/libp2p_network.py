@@ -341,6 +341,13 @@ class Libp2pNetwork:
         finally:
             _decrease(self._open, place)
 
+    async def _close(self) -> None:
+        async with trio.open_nursery() as nursery:  # the host would say goodbye to one after the other
+            for connections in tuple(self._swarm.connections.values()):
+                for connection in connections:
+                    nursery.start_soon(connection.muxed_conn.close)
+        await self._host.close()
+
     async def _guarded(self, net_stream: Any) -> None:
         """libp2p's stream handler, such that nothing a peer sends can end the host."""
         muxed: GuardedStream = net_stream.muxed_stream
@@ -386,7 +393,7 @@ async def open_libp2p(
             finally:
                 # Leaving the service closes no connection: the host must, whatever is cancelled.
                 with trio.CancelScope(shield=True), trio.move_on_after(5.0):
-                    await network._host.close()
+                    await network._close()
                 nursery.cancel_scope.cancel()
     finally:
         for listener in listeners:

@@ -9,12 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import trio
+from libp2p import new_host
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from multiaddr import Multiaddr
 
 from barnraise.protocol import libp2p_network, yamux
 from barnraise.protocol.errors import PeerError
@@ -295,6 +301,48 @@ async def test_cancelling_a_host_is_prompt_and_its_peers_notice() -> None:
         with trio.fail_after(5):
             while len(host._swarm.connections) > 1:
                 await trio.sleep(0.01)
+
+
+async def test_leaving_with_many_connections_is_quick() -> None:
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(open_libp2p(Identity.generate(), listen=())) for _ in range(25)
+        ]
+        async with open_libp2p(Identity.generate(), listen=LOOPBACK) as host:
+            for client in clients:
+                await client.connect(host.addresses[0])
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
+
+
+async def answer_once(stream: Any) -> None:
+    await stream.write(await stream.read(100))
+    await stream.close()
+
+
+async def test_an_unguarded_libp2p_host_understands_us_both_ways() -> None:
+    async with open_libp2p(Identity.generate(), listen=LOOPBACK) as host:
+        host.set_handler(ECHO, echo)
+        other = new_host()
+        async with other.run(listen_addrs=[]):
+            await other.connect(info_from_p2p_addr(Multiaddr(host.addresses[0])))
+            stream = await other.new_stream(ID.from_string(host.peer_id), [TProtocol(ECHO)])
+            data = os.urandom(2_000_000)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.write, data)
+                got = bytearray()
+                with trio.fail_after(20):
+                    while len(got) < len(data):
+                        got += await stream.read(65_536)
+            assert got == data
+            await stream.close()
+            other.set_stream_handler(TProtocol("/test/1/theirs"), answer_once)
+            answer = await host.open_stream(str(other.get_id()), "/test/1/theirs")
+            await answer.write(b"the other way")
+            assert await answer.read(100) == b"the other way"
+            await answer.close()
+            with trio.CancelScope(shield=True):
+                await other.close()
 
 
 NOISY = """
