@@ -15,6 +15,7 @@ from barnraise.node.context import Context
 from barnraise.node.engine import Generated, OutOfMemory, Progress, Work
 from barnraise.node.link import cause, open_lease
 from barnraise.node.model import (
+    AlreadyAnswered,
     Ask,
     AskFailed,
     EngineFailed,
@@ -48,6 +49,7 @@ from barnraise.protocol.errors import (
     SignatureError,
 )
 from barnraise.protocol.messages import (
+    MAX_SHARD,
     MAX_SUBMISSION,
     Acknowledged,
     LeaseReply,
@@ -59,6 +61,8 @@ from barnraise.protocol.messages import (
 from barnraise.protocol.wire import printable
 
 PROGRESS_LINE_S = 5.0
+STALL_S = 30.0  # and the time that the slowest tolerated source needs for a shard
+SLOWEST_SOURCE = 16 * 1024  # bytes/s
 UPLOAD_TIMEOUT_S = 120.0
 # Refusals that a retry may cure; after any other the work is of no use.
 BUSY_CODES = frozenset({"busy", "internal-error", "storage-full", "join-first", "duplicate-key"})
@@ -74,6 +78,8 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
     started = trio.current_time()
     spoken = started
     transfer: Transfer | None = None
+    patience = STALL_S + MAX_SHARD / SLOWEST_SOURCE
+    scope.deadline = started + patience
 
     def progress(done: int, total: int) -> None:
         nonlocal transfer, spoken
@@ -81,6 +87,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         if transfer is None:
             transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
         transfer.done = done
+        scope.deadline = now + patience
         ctx.changed.set()
         if now - spoken >= PROGRESS_LINE_S:
             spoken = now
@@ -103,7 +110,12 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         finally:
             ctx.fetch_scope = ctx.facts.transfer = None
     if scope.cancelled_caught:
-        ctx.feed(FetchStopped())
+        if trio.current_time() < scope.deadline:
+            ctx.feed(FetchStopped())
+            return
+        reason = f"nothing arrived for {duration(patience * 1000)}"
+        ctx.say(f"version {version} could not be fetched: {reason}", logging.WARNING)
+        ctx.feed(FetchFailed(reason, ctx.jitter()))
         return
     elapsed = trio.current_time() - started
     size = 0 if transfer is None else transfer.total
@@ -150,6 +162,7 @@ async def ask(ctx: Context, action: Ask) -> None:
     """Ask for a unit at the loaded version."""
     assert ctx.pending is not None
     run = ctx.joined()
+    await trio.lowlevel.checkpoint()  # an upload decided in the same breath gets into the queue first
     try:
         reply = await ctx.live_session().request(
             lambda number: LeaseRequest(id=number, policy_version=action.version), LeaseReply
@@ -174,9 +187,8 @@ async def ask(ctx: Context, action: Ask) -> None:
     except PeerError as error:
         ctx.feed(AskFailed(str(error), ctx.jitter()))
         return
-    if lease.lease_id in ctx.pending.lease_ids:
-        # It was sent again because our submission has not arrived yet: doing the work twice earns nothing.
-        ctx.feed(NoLease("the last submission is still on its way", 0.5, ctx.jitter()))
+    if lease.lease_id in ctx.answered:
+        ctx.feed(AlreadyAnswered())  # doing the work twice earns nothing
         return
     ctx.lease = lease
     ctx.pending.keep_lease(reply.lease)
@@ -255,6 +267,7 @@ def _finish(ctx: Context, action: Generate, generated: Generated) -> None:
                 "the operator has to cut smaller units"
             )
         submission_id = ctx.pending.add(submission, lease.lease_id)
+        ctx.answered.append(lease.lease_id)
     except BarnraiseError as error:
         ctx.say(f"unit {lease.unit_id} cannot be submitted: {error}", logging.ERROR)
         ctx.feed(UnitUnusable(str(error), ctx.jitter()))

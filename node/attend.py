@@ -172,6 +172,7 @@ def _enter(ctx: Context, run: Run) -> None:
     ctx.network.set_handler(SHARD_PROTOCOL, serve_shards(ctx.store))
     ctx.run = run
     tally(ctx)
+    ctx.answered.extend(ctx.pending.lease_ids)
     left = ctx.pending.left_lease()
     leases = () if left is None or left in ctx.pending.lease_ids else (left,)
     if ctx.pending.ids:

@@ -79,6 +79,7 @@ class Context:
     fetcher: SwarmFetcher | None = None
     head: Signed | None = None  # the newest manifest, checked
     head_version: int = -1
+    answered: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # leases, lately
     judged: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # submissions, lately
     coordinator: str = ""  # peer id
     peers: tuple[Peer, ...] = ()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from barnraise.node.describe import describe
 from barnraise.node.model import (
     Action,
+    AlreadyAnswered,
     Ask,
     AskFailed,
     Command,
@@ -61,7 +62,8 @@ FINISH_GRACE_S = 60.0  # how long a finished node waits for its last acknowledge
 VERDICT_GRACE_S = 10.0  # how long a completed run's last verdicts are waited for
 MAX_PENDING = 1  # submissions not acknowledged while the next unit is at work
 MAX_SHRINK = 8
-STOOD_S = 30.0
+STOOD_S = 30.0  # a session that lasted so long was sound
+CROSSED_S = 5.0
 REPLACED_S = 600.0  # how long a node stays away whose key another machine uses (half to whole of it)
 
 
@@ -121,6 +123,7 @@ def _fold(state: State, event: Event, now: float) -> State:
         case Joined(head, final, max_lag):
             state = replace(state, link="up", joined_once=True, final=final, max_lag=max_lag)
             state = replace(state, link_since=now, upload_retry=Retry(), ask_retry=Retry())
+            state = replace(state, fetch_retry=Retry(), fetch_renew=state.fetching is not None)
             return _head(state, head, now)
         case HeadSeen(version):
             return _head(state, version, now)
@@ -152,12 +155,18 @@ def _fold(state: State, event: Event, now: float) -> State:
         case NoLease(reason, retry_after, jitter):
             at = now + max(0.5, retry_after) * (1.0 + 0.25 * jitter)
             return replace(state, asking=False, ask_retry=Retry(0, at, reason))
+        case AlreadyAnswered():
+            at = now + (CROSSED_S if state.pending else 0.1)
+            crossed = Retry(0, at, "the last submission is still on its way")
+            return replace(state, asking=False, ask_retry=crossed, ask_after_upload=bool(state.pending))
         case AskFailed(reason, jitter):
             retry = backed_off(state.ask_retry, now, reason, jitter, 1.0, 60.0)
             return replace(state, asking=False, ask_retry=retry)
         case Uploaded(submission_id, acknowledged):
             left = tuple(p for p in state.pending if p != submission_id)
             unjudged = state.unjudged | {submission_id} if acknowledged else state.unjudged
+            if state.ask_after_upload:
+                state = replace(state, ask_retry=Retry(), ask_after_upload=False)
             state = replace(state, pending=left, unjudged=unjudged, upload_retry=Retry())
             return replace(state, uploading=None if state.uploading == submission_id else state.uploading)
         case UploadFailed(reason, jitter):
@@ -312,13 +321,13 @@ def _upload(state: State, now: float) -> tuple[State, Action | None]:
 def _download(state: State, now: float) -> tuple[State, Action | None]:
     """Fetch the newest version, never one in between; a pause stops it."""
     if state.fetching is not None:
-        if state.mode in ("pause", "leave") and not state.fetch_stopping:
+        if (state.mode in ("pause", "leave") or state.fetch_renew) and not state.fetch_stopping:
             return replace(state, fetch_stopping=True), StopFetch()
         return state, None
     idle = state.mode != "run" or (state.complete and state.exit_when_complete)
     if idle or state.head <= state.fetched or now < state.fetch_retry.at:
         return state, None
-    return replace(state, fetching=state.head), Fetch(state.head)
+    return replace(state, fetching=state.head, fetch_renew=False), Fetch(state.head)
 
 
 def _work(state: State, now: float) -> tuple[State, Action | None]:

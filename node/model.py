@@ -148,6 +148,11 @@ class NoLease:
 
 
 @dataclass(frozen=True, slots=True)
+class AlreadyAnswered:
+    """The coordinator lent what we have submitted: the two messages crossed; ask again after the upload."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskFailed:
     reason: str
     jitter: float
@@ -226,6 +231,7 @@ Event = (
     | UnitUnusable
     | Granted
     | NoLease
+    | AlreadyAnswered
     | AskFailed
     | Uploaded
     | UploadFailed
@@ -312,6 +318,7 @@ class State:
     fetched: int = -1
     fetching: int | None = None
     fetch_stopping: bool = False
+    fetch_renew: bool = False  # the coordinator is back: begin again, it may have been given up as a source
     fetch_retry: Retry = Retry()
     engine: EngineSlot = "idle"
     engine_target: int = -1
@@ -321,6 +328,7 @@ class State:
     unit: Unit | None = None
     asking: bool = False
     ask_retry: Retry = Retry()
+    ask_after_upload: bool = False
     pending: tuple[bytes, ...] = ()
     uploading: bytes | None = None
     upload_retry: Retry = Retry()

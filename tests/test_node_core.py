@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from barnraise.node import core
 from barnraise.node.model import (
     Action,
+    AlreadyAnswered,
     Ask,
     AskFailed,
     Command,
@@ -136,7 +137,12 @@ def answers(world: World, action: Action) -> list[Event]:
         case Ask(version):
             world.leases += 1
             unit = Unit(world.leases.to_bytes(16, "big"), version, 2, 2, world.now + 30)
-            return [Granted(unit), NoLease("enough", 3.0, jitter), AskFailed("slow", jitter)]
+            return [
+                Granted(unit),
+                NoLease("enough", 3.0, jitter),
+                AlreadyAnswered(),
+                AskFailed("slow", jitter),
+            ]
         case Generate():
             if state.engine == "stopping":
                 return [EngineStopped(alive=True), EngineFailed("died", False, False, jitter)]
@@ -273,6 +279,16 @@ def test_a_new_head_is_fetched_while_generating_and_loaded_between_units() -> No
     assert last(world, EngineLoaded(3), Load) == [Ask(3)]
 
 
+def test_a_download_begins_again_when_the_coordinator_is_back() -> None:
+    world = working()
+    assert last(world, HeadSeen(1)) == [Fetch(1)]
+    assert last(world, LinkLost("reset", 0.0)) == []
+    world.now += 1.0
+    world.step()
+    assert last(world, Joined(2, 10, 2), Connect) == [StopFetch()]
+    assert last(world, FetchStopped(), Fetch) == [Fetch(2)]
+
+
 def test_out_of_memory_is_retried_smaller_once_then_the_lease_goes_back() -> None:
     world = working()
     again = last(world, EngineFailed("out of memory", True, True, 0.0), Generate)
@@ -351,6 +367,14 @@ def test_refusals_are_obeyed_and_shown() -> None:
     world.now = 7.0
     world.step()
     assert world.of(Ask)
+
+
+def test_a_lease_that_crossed_its_submission_is_asked_for_again_after_the_upload() -> None:
+    world = working()
+    assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1"), Ask(0)]
+    assert last(world, AlreadyAnswered(), Ask) == []
+    assert "on its way" in world.state.activity.reason
+    assert last(world, Uploaded(b"1", True), Upload) == [Ask(0)]
 
 
 def test_a_complete_run_ends_work_and_the_process_if_so_wished() -> None:

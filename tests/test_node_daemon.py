@@ -156,6 +156,7 @@ class Coordinator:
     received: list[bytes] = field(default_factory=list)  # every arrival, duplicates included
     receipts: list[Signed] = field(default_factory=list)
     leases: dict[bytes, RolloutLease] = field(default_factory=dict)
+    resend: RolloutLease | None = None
     lent: dict[bytes, RolloutLease] = field(default_factory=dict)
     received_lease: bytes = b""
     returned: list[tuple[bytes, str, float]] = field(default_factory=list)
@@ -249,6 +250,9 @@ class Coordinator:
             timeout_at=self.now() + 60_000,
             deadline_at=self.now() + 120_000,
         )
+        if self.resend is not None:
+            lease, self.resend = self.resend, None
+            return LeaseReply(id=number, lease=sign(lease, self.identity), reason="", retry_after_ms=0)
         self.leases[lease.lease_id] = self.lent[lease.lease_id] = lease
         return LeaseReply(id=number, lease=sign(lease, self.identity), reason="", retry_after_ms=0)
 
@@ -455,6 +459,20 @@ async def test_uploads_overlap_the_next_unit(tmp_path: Path, autojump_clock: tri
         assert it.tree["pending"] == 2
         assert len(it.engine.works) == 2
         await it.until(lambda tree: tree["accepted"] == 3)
+
+
+async def test_a_lease_that_comes_again_is_never_worked_on_twice(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
+        await it.until(lambda tree: tree["accepted"] == 1)
+        boss.resend = next(iter(boss.lent.values()))
+        await it.until(lambda tree: tree["accepted"] == 4)
+        assert boss.resend is None
+    worked = [work.lease_id for work in it.engine.works]
+    assert len(worked) == len(set(worked))
 
 
 async def test_work_is_sent_again_after_the_coordinator_was_killed_before_it_acknowledged(
