@@ -27,7 +27,7 @@ class ModelSpec(Message, frozen=True):
     parameters: Annotated[int, Meta(ge=1, le=2**50)]
     vocabulary: Annotated[int, Meta(ge=2, le=2**24)]
     weights_dtype: Dtype  # as published
-    compute_dtype: Dtype  # what honest engines are expected to compute in (any may be used)
+    compute_dtype: Dtype  # what engines compute in; the thresholds of ``VerifySpec`` are calibrated for it
     eos_token: Count
     assets: Annotated[dict[Name, Digest], Meta(max_length=32)]  # file name -> SHA-256, all but weights
 

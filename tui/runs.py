@@ -121,7 +121,7 @@ def init(
             folder,
             prepared,
             settings,
-            default_verify_spec(),
+            default_verify_spec(settings.compute_dtype),
             name=(name or folder.absolute().name)[:64],
             description=description,
             model_name=Path(model).name[:64],
