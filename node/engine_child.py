@@ -1,0 +1,178 @@
+"""The engine in a child process: what a node runs, so that a model can never take the daemon along.
+
+The parent's side, ``ChildEngine``, imports no torch. ``python -m barnraise.node.engine_child``
+is the child. Out-of-memory inside it is reported and survived where torch lets it; a
+child that was killed is started afresh, with its version loaded again where that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+from msgspec import Struct
+
+from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
+from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
+from barnraise.protocol.errors import ChildError
+from barnraise.protocol.spec import RunSpec
+
+STOP_S = 2.0
+"""A cancelled engine that is still busy after this long is killed."""
+
+
+class LoadRequest(Struct, frozen=True, kw_only=True, tag=True):
+    """Make ``version``, whose files lie in ``folder``, the loaded one. Reply: ``EngineInfo``."""
+
+    spec: RunSpec
+    folder: str
+    version: int
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True, tag=True):
+    """Draw a unit. Events: ``Progress``. Reply: ``Generated`` or ``NoMemory``."""
+
+    work: Work
+
+
+class Ping(Struct, frozen=True, kw_only=True, tag=True):
+    """Answered by ``Pong`` once everything before it is over."""
+
+
+class Pong(Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class NoMemory(Struct, frozen=True, kw_only=True, tag=True):
+    """Memory ran out, and the child lives."""
+
+    text: str
+
+
+Request = LoadRequest | GenerateRequest | Ping
+
+
+class ChildEngine:
+    """An ``Engine`` in a child process, started by the first ``load`` and after a death by the next call."""
+
+    def __init__(self, threads: int = 0, log: Path | None = None, device: str = "") -> None:
+        """Nothing is started yet.
+
+        Args:
+            threads: torch's threads in the child; 0 means half of the cores.
+            log: file for the child's messages; None shares ours.
+            device: a torch device; empty means the accelerator if there is one, else the CPU.
+        """
+        self._threads = threads
+        self._log = log
+        self._device = device
+        self._child: Child | None = None
+        self._last: LoadRequest | None = None  # what the node believes to be loaded
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id while there is one."""
+        return self._child.pid if self._child is not None and self._child.alive else None
+
+    async def load(self, spec: RunSpec, folder: Path, version: int) -> EngineInfo:
+        """See ``Engine.load``. Running out of memory here is a ``ChildError`` that says so."""
+        self._last = None
+        request = LoadRequest(spec=spec, folder=str(folder), version=version)
+        info = await self._load(await self._running(), request)
+        self._last = request
+        return info
+
+    async def generate(self, work: Work, progress: Callable[[Progress], None]) -> Generated:
+        """See ``Engine.generate``. After an out-of-memory death the version is loaded again first."""
+        if self._last is None:
+            raise ChildError("the engine has no model loaded")
+        if self._child is None or not self._child.alive:
+            await self._load(await self._running(), self._last)
+        child = await self._running()
+        try:
+            reply: Generated | NoMemory = await child.request(
+                GenerateRequest(work=work), Generated | NoMemory, progress, events=Progress
+            )
+        except trio.Cancelled:
+            await self._settle(child)
+            raise
+        except ChildOutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from error
+        except ChildError:
+            if not child.alive:
+                self._last = None  # the next load starts a fresh one
+            raise
+        if isinstance(reply, NoMemory):
+            raise OutOfMemory(reply.text)
+        return reply
+
+    async def close(self) -> None:
+        """See ``Engine.close``."""
+        child, self._child, self._last = self._child, None, None
+        if child is not None:
+            await child.close()
+
+    async def _running(self) -> Child:
+        if self._child is None or not self._child.alive:
+            if self._child is not None:
+                await self._child.kill()
+            argv = [sys.executable, "-m", "barnraise.node.engine_child", "--threads", str(self._threads)]
+            if self._device:
+                argv += ["--device", self._device]
+            environment = {"OMP_NUM_THREADS": str(self._threads)} if self._threads else None
+            self._child = await Child.start(argv, name="engine", log=self._log, env=environment)
+        return self._child
+
+    async def _load(self, child: Child, request: LoadRequest) -> EngineInfo:
+        reply: EngineInfo | NoMemory = await child.request(request, EngineInfo | NoMemory)
+        if isinstance(reply, NoMemory):
+            await child.kill()
+            raise ChildError(f"the engine ran out of memory loading version {request.version}: {reply.text}")
+        return reply
+
+    async def _settle(self, child: Child) -> None:
+        """Wait until the cancelled child is idle; kill it if that takes too long."""
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(STOP_S) as scope, contextlib.suppress(ChildError):
+                await child.request(Ping(), Pong)
+            if scope.cancelled_caught:
+                await child.kill()
+
+
+def main() -> NoReturn:
+    """The child: serve requests until the parent goes."""
+    parser = ArgumentParser(prog="barnraise.node.engine_child")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", default="")
+    options = parser.parse_args()
+
+    import psutil
+    import torch
+
+    from barnraise.node.torch_engine import Generator
+
+    torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
+    generator = Generator(options.device or None)
+
+    def handle(request: Request, send: Send) -> EngineInfo | Generated | NoMemory | Pong:
+        try:
+            match request:
+                case LoadRequest(spec=spec, folder=folder, version=version):
+                    return generator.load(spec, Path(folder), version)
+                case GenerateRequest(work=work):
+                    return generator.generate(work, send, send.cancelled)
+                case Ping():
+                    return Pong()
+        except OutOfMemory as error:
+            return NoMemory(text=str(error))
+
+    serve(handle, Request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The torch engine: one leased unit in, rollouts with proofs out. Any device that torch has.
+
+``Generator`` is the plain, blocking engine; ``barnraise.node.engine_child`` runs it in
+a child process. ``TorchEngine`` puts it behind the ``Engine`` seam inside this process
+(tests, the simulator, and nodes that need no protection from their own memory).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+import trio
+
+from barnraise.kernels.generate import Completion, generate
+from barnraise.kernels.models import Policy, load_policy, swap_weights
+from barnraise.kernels.tokens import Codec
+from barnraise.kernels.toploc import build_proofs
+from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
+from barnraise.protocol.environments import Environment, build_environment
+from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.messages import Rollout
+from barnraise.protocol.seeds import sample_seed, task_seed
+from barnraise.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_BATCH = 256
+_PROGRESS_S = 0.05
+
+
+@dataclass
+class _Loaded:
+    spec: RunSpec
+    version: int
+    policy: Policy
+    codec: Codec
+    environment: Environment
+
+
+class Generator:
+    """Holds one policy version and draws units with it. Blocking; one thread at a time."""
+
+    def __init__(self, device: str | None = None) -> None:
+        """``device``: a torch device; by default the accelerator that torch sees, else the CPU."""
+        self.device = device or default_device()
+        self._loaded: _Loaded | None = None
+
+    def load(self, spec: RunSpec, folder: Path, version: int) -> EngineInfo:
+        """Load ``folder``, or swap its weights into the model that is there already.
+
+        Raises:
+            BarnraiseError: the files do not make a model, or its environment is not installed.
+            OutOfMemory: memory ran out.
+        """
+        with _out_of_memory(self.device):
+            # Nothing counts as loaded until it is whole; and the old model goes before a new one is made.
+            loaded, self._loaded = self._loaded, None
+            if loaded is not None and loaded.spec == spec:
+                swap_weights(loaded.policy, folder)
+                loaded.version = version
+                self._loaded = loaded
+            else:
+                del loaded
+                self._loaded = _Loaded(
+                    spec,
+                    version,
+                    load_policy(folder, spec.model.compute_dtype, self.device),
+                    Codec(folder, spec.environment),
+                    build_environment(spec.environment),
+                )
+        return EngineInfo(
+            name=f"torch-{torch.device(self.device).type}-{spec.model.compute_dtype}",
+            device=device_name(self.device),
+            memory_bytes=psutil.Process().memory_info().rss,
+        )
+
+    def generate(
+        self, work: Work, progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> Generated:
+        """Draw a unit: prompts and noise from the lease's seeds, all completions proven.
+
+        Raises:
+            GenerationStopped: ``should_stop`` returned true (polled before every forward pass).
+            OutOfMemory: memory ran out; ``work.shrink`` halves the batch.
+            BarnraiseError: nothing is loaded, or another version than the unit's.
+        """
+        loaded = self._loaded
+        if loaded is None or loaded.version != work.policy_version:
+            have = "nothing" if loaded is None else f"version {loaded.version}"
+            raise BarnraiseError(f"the unit needs policy version {work.policy_version}, {have} is loaded")
+        began = time.monotonic()
+        prompts, seeds = _draw_tasks(loaded, work)
+        with _out_of_memory(self.device):
+            completions = generate(
+                loaded.policy,
+                prompts,
+                seeds,
+                loaded.spec.sampling,
+                loaded.spec.model.eos_token,
+                should_stop,
+                _Throttle(progress),
+                max(1, batch_size(loaded.policy, loaded.spec, prompts) >> work.shrink),
+            )
+            verify = loaded.spec.verify
+            states = [completion.states for completion in completions]
+            proofs = build_proofs(states, verify.toploc_top_k, verify.toploc_chunk)
+        tokens = sum(len(completion.tokens) for completion in completions)
+        progress(Progress(completions=len(completions), tokens=tokens))
+        return Generated(
+            rollouts=tuple(
+                _pack(work, row, completion, proof)
+                for row, (completion, proof) in enumerate(zip(completions, proofs, strict=True))
+            ),
+            seconds=time.monotonic() - began,
+            tokens=tokens,
+        )
+
+
+class TorchEngine:
+    """``Generator`` behind the ``Engine`` seam, in a thread of this process."""
+
+    def __init__(self, device: str | None = None) -> None:
+        self._generator: Generator | None = None
+        self._device = device
+
+    async def load(self, spec: RunSpec, folder: Path, version: int) -> EngineInfo:
+        """See ``Engine.load``."""
+        if self._generator is None:
+            self._generator = Generator(self._device)
+        try:
+            return await trio.to_thread.run_sync(self._generator.load, spec, folder, version)
+        except (BarnraiseError, OutOfMemory) as error:
+            raise ChildError(f"the engine could not load version {version}: {error}") from error
+
+    async def generate(self, work: Work, progress: Callable[[Progress], None]) -> Generated:
+        """See ``Engine.generate``; cancelling is noticed before the next forward pass."""
+        if self._generator is None:
+            raise ChildError("the engine has no model loaded")
+
+        def should_stop() -> bool:
+            trio.from_thread.check_cancelled()  # raises in this thread if the caller was cancelled
+            return False
+
+        def tell(event: Progress) -> None:
+            trio.from_thread.run_sync(progress, event)
+
+        try:
+            return await trio.to_thread.run_sync(self._generator.generate, work, tell, should_stop)
+        except BarnraiseError as error:
+            raise ChildError(str(error)) from error
+
+    async def close(self) -> None:
+        """See ``Engine.close``."""
+        self._generator = None
+        await trio.lowlevel.checkpoint()
+
+
+def default_device() -> str:
+    """``cuda`` (NVIDIA or ROCm) or ``mps`` where torch sees one, else ``cpu``."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def device_name(device: str) -> str:
+    """What a person calls the device."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device
+
+
+def batch_size(policy: Policy, spec: RunSpec, prompts: list[list[int]]) -> int:
+    """How many sequences to hold at once, so that they take at most half of the free memory (R5).
+
+    Counted per sequence: keys and values of every layer, twice (the cache grows by
+    copying), captured states, and one step's logits in float32 a few times over.
+    """
+    text: Any = policy.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or policy.hidden_size // text.num_attention_heads
+    element = torch.finfo(policy.compute_dtype).bits // 8
+    length = max(len(prompt) for prompt in prompts) + spec.sampling.max_new_tokens
+    cache = 2 * 2 * text.num_hidden_layers * heads * head_dim * element * length
+    states = 2 * policy.hidden_size * element * spec.sampling.max_new_tokens
+    row = cache + states + 8 * 4 * policy.vocabulary
+    return max(1, min(MAX_BATCH, int(free_memory(policy.device) // 2 // row)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now: on the accelerator, or of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is one of the several ways in which Python and torch say so."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+@contextmanager
+def _out_of_memory(device: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        text = str(error).split("\n")[0][:200]
+    else:
+        return
+    # Outside of the handler: the traceback, and with it the frames' tensors, is gone by now.
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+    raise OutOfMemory(text or "memory ran out")
+
+
+def _draw_tasks(loaded: _Loaded, work: Work) -> tuple[list[list[int]], list[int]]:
+    """Prompt tokens and noise seed of every sample, ordered by prompt, then sample."""
+    prompts: list[list[int]] = []
+    seeds: list[int] = []
+    for prompt in range(work.prompts):
+        seed = task_seed(work.run_id, work.lease_id, work.node, prompt)
+        task = loaded.environment.task(seed, held_out=False)
+        prompts += [loaded.codec.encode_prompt(task.prompt)] * work.group_size
+        seeds += [
+            sample_seed(work.run_id, work.lease_id, prompt, sample) for sample in range(work.group_size)
+        ]
+    return prompts, seeds
+
+
+def _pack(work: Work, row: int, completion: Completion, proofs: bytes) -> Rollout:
+    return Rollout(
+        prompt=row // work.group_size,
+        sample=row % work.group_size,
+        tokens=np.asarray(completion.tokens, dtype="<u4").tobytes(),
+        logprobs=np.asarray(completion.logprobs, dtype="<f4").tobytes(),
+        proofs=proofs,
+    )
+
+
+class _Throttle:
+    """Passes progress on at most every 50 ms: a tiny model makes thousands of steps a second."""
+
+    def __init__(self, progress: Callable[[Progress], None]) -> None:
+        self._progress = progress
+        self._next = 0.0
+
+    def __call__(self, completions: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _PROGRESS_S
+            self._progress(Progress(completions=completions, tokens=tokens))
