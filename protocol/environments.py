@@ -84,7 +84,9 @@ def build_environment(spec: EnvironmentSpec) -> Environment:
         except TaskError:
             raise
         except Exception as error:  # somebody else's code: whatever it raises is about this environment
-            raise TaskError(f"environment {spec.name!r} ({entry.value}) could not be built: {error}") from error
+            raise TaskError(
+                f"environment {spec.name!r} ({entry.value}) could not be built: {error}"
+            ) from error
     from barnraise.protocol.tasks_gym import build_gym
 
     return build_gym(spec.name, settings)
