@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -882,21 +883,23 @@ async def test_a_complete_run_ends_the_node_that_was_told_to(
 
 
 async def test_no_state_is_silent_for_more_than_thirty_seconds(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     caplog.set_level("INFO", "barnraise.node")
     swarm = MemorySwarm()
     nobody = Identity.generate().peer_id
     lines: list[tuple[float, str]] = []
-    handler = caplog.handler
-    original = handler.emit
 
-    def emit(record: Any) -> None:
-        if record.name == "barnraise.node":
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
             lines.append((trio.current_time(), record.getMessage()))
-        original(record)
 
-    handler.emit = emit  # type: ignore[method-assign]
+    watch = Watch()
+    request.addfinalizer(lambda: logging.getLogger("barnraise.node").removeHandler(watch))
+    logging.getLogger("barnraise.node").addHandler(watch)
     async with node(swarm, tmp_path, f"/memory/9/p2p/{nobody}") as it:
         start = trio.current_time()
         await trio.sleep(600)
