@@ -164,7 +164,7 @@ class LearnBelt:
             await core.record([], drop_payloads=settled)
         gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from))
         if gone:
-            log.info("checkpoints deleted: %s", ", ".join(map(str, gone)))
+            log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -97,7 +97,7 @@ def decide_lease(
 
 def _why_quiet(node: Node) -> str:
     if node.strikes == 0:
-        return f"the last {node.unfinished} leases were not answered"
+        return f"{node.unfinished} leases were not answered (given back or expired)"
     last = node.last_verdict.check if node.last_verdict is not None else "a check"
     return f"{node.strikes} rejections not yet made good, the last by {last}"
 

@@ -58,7 +58,7 @@ class Node:
     strikes: int = 0
     quiet_until: int = 0
     unjudged: int = 0
-    unfinished: int = 0  # leases in a row that expired or were given back
+    unfinished: int = 0  # leases that expired or were given back, not yet made good
     leases: dict[bytes, None] = field(default_factory=dict)  # open or timed out, oldest first
     last_duration: int = 0  # ms from lease to submission
     last_verdict: Verdict | None = None
@@ -156,7 +156,7 @@ def apply(state: State, event: Event) -> None:
             _release(state, lease)
             _close_lease(state, lease, event.reason)
             node = state.nodes[lease.terms.node]
-            node.unfinished += 1
+            node.unfinished = min(node.unfinished + 1, UNFINISHED_FREE + MAX_STRIKES)
             pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
             if pause:
                 node.quiet_until = max(node.quiet_until, event.at_ms + pause)
@@ -271,7 +271,7 @@ def _submitted(state: State, event: Submitted) -> None:
     _count(state.unjudged, terms.policy_version, terms.prompts)
     state.waiting_bytes += event.size
     node.unjudged += 1
-    node.unfinished = 0
+    node.unfinished = max(0, node.unfinished - 1)  # not 0: one answer in eight is still choosing
     node.last_duration = max(0, event.at_ms - terms.issued_at)
     state.durations.append(node.last_duration)
 

@@ -196,7 +196,7 @@ def test_giving_work_back_is_free_until_it_becomes_a_habit() -> None:
         apply(state, LeaseClosed(lease_id=terms.lease_id, reason="returned", at_ms=9))
     assert node.quiet_until > 9
     submit(state, rng)
-    assert node.unfinished == 0
+    assert node.unfinished == 3
 
 
 def test_usable_groups_are_those_whose_rewards_differ() -> None:
