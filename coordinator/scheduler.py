@@ -153,13 +153,14 @@ def _counted(state: State, lease_id: bytes) -> int:
 def outstanding_groups(state: State) -> int:
     """Groups that a batch may still take: lent, stored but not judged, and accepted but not used.
 
-    A pool without a single usable group cannot close a batch, so it does not hold
-    back new work either.
+    A pool without a single usable group cannot close a batch, so once the learner
+    waits for one it does not hold back new work.
     """
     oldest = state.head - state.max_lag
     fresh = sum(count for version, count in state.lent.items() if version >= oldest)
     fresh += sum(count for version, count in state.unjudged.items() if version >= oldest)
-    return fresh + (state.pool_groups if state.pool_usable else 0)
+    holds_back = state.pool_usable > 0 or state.batch is not None
+    return fresh + (state.pool_groups if holds_back else 0)
 
 
 def capacity(state: State, spec: RolloutSpec) -> int:
