@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 NOT_EVALUATED = -1.0
 _MICRO_BATCH_BYTES = 2 * 1024**3
 """Activations kept for one backward pass, by estimate; the default of ``Trainer``."""
-_ACTIVATIONS_PER_UNIT = 40  # floats kept per token, layer and unit of width; measured near 34 on Llama
+_ACTIVATIONS_PER_UNIT = 40  # floats kept per token, layer and unit of width; an estimate, meant to be high
 
 
 class Trainer:

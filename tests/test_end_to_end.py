@@ -26,7 +26,10 @@ def audit(here: Place, *homes: Path) -> dict[str, object]:
     target = here.folder / "ledger.bin"
     assert call("ledger", "export", str(here.run), str(target)).returncode == 0
     receipts = [
-        signed for home in homes for path in home.glob("runs/*/receipts.bin") for signed in read_receipts(path)
+        signed
+        for home in homes
+        for path in home.glob("runs/*/receipts.bin")
+        for signed in read_receipts(path)
     ]
     report = verify_ledger_file(target, receipts)
     assert report.problems == ()
@@ -147,7 +150,5 @@ def test_ctrl_c_ends_the_demo_and_leaves_no_process(tmp_path: Path) -> None:
     finally:
         demo.kill()
         demo.stdout.close()
-    _, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in below if psutil.pid_exists(pid)], timeout=5
-    )
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in below if psutil.pid_exists(pid)], timeout=5)
     assert not [process for process in alive if process.is_running() and process.status() != "zombie"]
