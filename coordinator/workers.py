@@ -137,5 +137,5 @@ class WorkerSetup(Struct, frozen=True, kw_only=True, tag=True):
 
 
 def checkpoint_folder(run_folder: Path, version: int) -> Path:
-    """``RUN/checkpoints/v000012``: config, tokenizer, model.safetensors, optimizer.safetensors, state.json."""
+    """``RUN/checkpoints/v000012``: config, tokenizer, weights, optimizer state, state.json."""
     return run_folder / "checkpoints" / f"v{version:06d}"

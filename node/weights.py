@@ -258,7 +258,11 @@ class _Download:
     def _strike(self, donor: _Donor, reason: str) -> None:
         failures = donor.client.failures
         donor.retry_at = trio.current_time() + min(0.5 * 2**failures, 10.0)
-        if failures >= STRIKES:
+        if failures < STRIKES:
+            return
+        # The origin is never left while others are about: they may lack what only it has.
+        others = any(not other.out for other in self.donors.values() if other is not donor)
+        if not donor.source.origin or not others:
             donor.out = reason
 
     def _caught(self, donor: _Donor, reason: str) -> None:
