@@ -132,17 +132,6 @@ def discard_leftovers(run_folder: Path) -> None:
             _remove(path)
 
 
-def prune_checkpoints(run_folder: Path, newest: int, keep: int) -> None:
-    """Delete versions below the ``keep`` newest up to ``newest``; version 0 always stays."""
-    for version, folder in _versions(run_folder):
-        if 0 < version <= newest - keep:
-            doomed = folder.with_name(_TEMPORARY + folder.name)
-            with contextlib.suppress(OSError):  # a checkpoint too many is no reason to stop
-                _remove(doomed)
-                os.rename(folder, doomed)
-                _remove(doomed)
-
-
 def _versions(run_folder: Path) -> Iterator[tuple[int, Path]]:
     for path in (run_folder / "checkpoints").glob("v*"):
         digits = path.name[1:]

@@ -118,7 +118,6 @@ class Trainer:
         record = Record(version=job.version, step=self._step, trained=trained)
         checkpoints.save_checkpoint(self.folder, record, self._write_tensors)
         self._version = job.version
-        checkpoints.prune_checkpoints(self.folder, job.version, self.spec.rollout.max_lag + 3)
         weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
         return msgspec.structs.replace(trained, weights=weights)
 
