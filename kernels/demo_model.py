@@ -69,16 +69,22 @@ class Recipe:
     key_value_heads: int = 2
     feed_forward: int = 384
     letters: int = 5
-    reverse_share: float = 0.5
+    reverse_share: float = 0.42
+    steered_share: float = 0.35  # instead, while greedy answers are right more often than steer_above
+    steer_above: float = 0.13
     learning_rate: float = 1e-3
     ramp_steps: int = 20
+    decay_from: int = 130  # the rate falls linearly to decay_to of it, at decay_until
+    decay_until: int = 250
+    decay_to: float = 0.15
     batch: int = 64
     max_steps: int = 400
-    first_check: int = 100
+    first_check: int = 150
     check_every: int = 10
-    check_tasks: int = 256
-    sampled_enough: float = 0.07  # stop once sampled answers are right this often ...
-    greedy_limit: float = 0.15  # ... and go back one check if the greedy ones are right more often than this
+    check_tasks: int = 512
+    # Stop once sampled answers are right often enough and greedy ones seldom enough.
+    sampled_enough: float = 0.11
+    greedy_limit: float = 0.16
 
 
 def create_demo_model(
@@ -202,28 +208,27 @@ def _warm_up(policy: Policy, seed: int, recipe: Recipe, progress: Callable[[str,
         policy.model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
     )
     tasks = [_letters(random.Random(-1 - i), recipe) for i in range(recipe.check_tasks)]
-    before = _snapshot(policy)
+    share = recipe.reverse_share
     for step in range(1, recipe.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * min(1.0, step / recipe.ramp_steps)
-        loss = _loss(policy, _examples(rng, recipe), recipe)
+            group["lr"] = recipe.learning_rate * _rate(step, recipe)
+        loss = _loss(policy, _examples(rng, recipe, share), recipe)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
         progress("warming up the demo model", step / recipe.max_steps)
-        if step < recipe.first_check or step % recipe.check_every:
-            continue
-        sampled, best = _accuracies(policy, tasks)
-        if sampled >= recipe.sampled_enough:
-            if best > recipe.greedy_limit:
-                policy.model.load_state_dict(before)
-            return
-        before = _snapshot(policy)
+        if step >= recipe.first_check and step % recipe.check_every == 0:
+            sampled, best = _accuracies(policy, tasks)
+            if sampled >= recipe.sampled_enough and best <= recipe.greedy_limit:
+                return
+            share = recipe.steered_share if best > recipe.steer_above else recipe.reverse_share
 
 
-def _snapshot(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+def _rate(step: int, recipe: Recipe) -> float:
+    fallen = (step - recipe.decay_from) / (recipe.decay_until - recipe.decay_from)
+    fallen = min(1.0, max(0.0, fallen))
+    return min(1.0, step / recipe.ramp_steps) * (1.0 - fallen * (1.0 - recipe.decay_to))
 
 
 def _letters(rng: random.Random, recipe: Recipe) -> str:
@@ -238,12 +243,12 @@ def _encode(text: str) -> list[int]:
     return [VOCABULARY.index(character) for character in text]
 
 
-def _examples(rng: random.Random, recipe: Recipe) -> Tensor:
+def _examples(rng: random.Random, recipe: Recipe, share: float) -> Tensor:
     """Token ids [batch, prompt + answer + EOS]."""
     rows = []
     for _ in range(recipe.batch):
         letters = _letters(rng, recipe)
-        answer = letters[::-1] if rng.random() < recipe.reverse_share else letters
+        answer = letters[::-1] if rng.random() < share else letters
         rows.append([*_encode(reverse_prompt(letters) + answer), EOS_ID])
     return torch.tensor(rows)
 

@@ -167,8 +167,6 @@ def _forward(
     policy: Policy, prompts: list[Sequence[int]], steps: _Steps, should_stop: Callable[[], bool]
 ) -> Iterator[Tensor]:
     """Hidden states [alive, H] of the last position, step after step; ``steps`` says what to feed next."""
-    from transformers import DynamicCache
-
     unique = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     width = max(len(prompt) for prompt in unique)
     padding = [width - len(prompt) for prompt in unique]
@@ -176,7 +174,7 @@ def _forward(
         [[0] * pad + list(p) for pad, p in zip(padding, unique, strict=True)], device=policy.device
     )
     start = torch.tensor(padding, device=policy.device)
-    cache = DynamicCache(config=policy.config)
+    cache = _cache(policy)
     arguments: dict[str, Any] = {policy.cache_argument: cache, "use_cache": True}
 
     def run(ids: Tensor, first: int, start: Tensor) -> Tensor:
@@ -203,6 +201,19 @@ def _forward(
             start = start[steps.keep]
         yield run(steps.next_input[:, None], width, start)
         width += 1
+
+
+def _cache(policy: Policy) -> Any:
+    from transformers import DynamicCache
+
+    # A cache made from the config drops what is outside of any "sliding_window" it finds there,
+    # even where the architecture ignores that setting. One that keeps all is right for every
+    # attention, whose masks do the rest; only layers of another kind need to be told apart.
+    text = policy.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds <= {"full_attention", "sliding_attention", "chunked_attention"}:
+        return DynamicCache()
+    return DynamicCache(config=policy.config)
 
 
 class _Steps:
