@@ -1,0 +1,97 @@
+"""Prompts to tokens and completions to text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from barnraise.kernels.models import ModelError
+from barnraise.kernels.tokens import Codec
+from barnraise.protocol.spec import EnvironmentSpec
+
+WORDS = ["<s>", "</s>", "<unk>", "two", "plus", "is", "<|user|>", "<|answer|>", "<|system|>", "short"]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<|answer|>{% endif %}"
+)
+
+
+def environment(prompt_format: str = "plain", system_prompt: str = "") -> EnvironmentSpec:
+    return EnvironmentSpec(name="x", settings="", prompt_format=prompt_format, system_prompt=system_prompt)
+
+
+def write(folder: Path, **settings: object) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|answer|>", "<|system|>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_plain_prompts_get_no_special_tokens_no_padding_and_no_truncation(tmp_path: Path) -> None:
+    codec = Codec(write(tmp_path), environment())
+    assert codec.encode_prompt("two plus two is") == [3, 4, 3, 5]
+    assert codec.eos_token == 1
+    assert codec.vocabulary == len(WORDS)
+
+
+def test_chat_prompts_follow_the_models_own_template(tmp_path: Path) -> None:
+    write(tmp_path, chat_template=TEMPLATE)
+    assert Codec(tmp_path, environment("chat")).encode_prompt("two plus two") == [6, 3, 4, 3, 7]
+    with_system = Codec(tmp_path, environment("chat", "short"))
+    assert with_system.encode_prompt("two") == [8, 9, 6, 3, 7]
+
+
+def test_a_template_in_its_own_file_is_found(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert Codec(tmp_path, environment("chat")).encode_prompt("two") == [6, 3, 7]
+
+
+def test_decoding_leaves_out_special_and_unknown_ids(tmp_path: Path) -> None:
+    codec = Codec(write(tmp_path), environment())
+    assert codec.decode([0, 3, 4, 3, 1]) == "two plus two"
+    assert codec.decode([3, 4_000_000_000]) == "two"
+    assert codec.decode([]) == ""
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_the_end_token_may_come_from_the_models_config(tmp_path: Path, name: str) -> None:
+    write(tmp_path, eos_token=None)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert Codec(tmp_path, environment()).eos_token == 7
+
+
+def test_the_end_token_may_be_written_as_an_object(tmp_path: Path) -> None:
+    write(tmp_path, eos_token={"content": "</s>", "special": True})
+    assert Codec(tmp_path, environment()).eos_token == 1
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
+        Codec(tmp_path, environment())
+    write(tmp_path, eos_token=None)
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        Codec(tmp_path, environment())
+    write(tmp_path)
+    with pytest.raises(ModelError, match="no chat template"):
+        Codec(tmp_path, environment("chat"))
+    with pytest.raises(ModelError, match="no tokens at all"):
+        Codec(tmp_path, environment()).encode_prompt("")
+    (tmp_path / "tokenizer.json").write_text('{"version": 3}')
+    with pytest.raises(ModelError, match="is not a tokenizer"):
+        Codec(tmp_path, environment())
+
+
+def test_a_template_that_raises_is_a_clear_error(tmp_path: Path) -> None:
+    write(tmp_path, chat_template="{{ raise_exception('no system role') }}")
+    with pytest.raises(ModelError, match=r"template fails on 'two'.*no system role"):
+        Codec(tmp_path, environment("chat")).encode_prompt("two")
