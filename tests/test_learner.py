@@ -365,15 +365,6 @@ def test_damage_is_named_with_its_cure(tmp_path: Path) -> None:
         Trainer(setup).initial()
 
 
-def test_old_checkpoints_go_and_version_zero_stays(tmp_path: Path) -> None:
-    setup = make_run(tmp_path, warm_up=50, evaluation__every=1000, rollout__max_lag=0)
-    trainer = Trainer(setup)
-    trainer.initial()
-    for version in range(1, 7):
-        trainer.train(next_job(setup, version, units=1))
-    assert checkpoints.complete_versions(tmp_path) == [0, 4, 5, 6]
-
-
 async def test_the_local_learner_satisfies_the_seam(tmp_path: Path) -> None:
     setup = make_run(tmp_path, warm_up=50)
     local = LocalLearner(setup)
