@@ -1,0 +1,375 @@
+"""Who our neighbours are: HyParView partial views (Leitao, Pereira, Rodrigues, DSN 2007).
+
+The *active view* is a small set of symmetric links that carry everything else; the
+*passive view* is a larger set of contacts to replace them from, kept fresh by
+shuffling. Newcomers walk through the overlay and end in random active views; a lost
+link is replaced at once, a node without any link is never refused; one without any
+contact left goes back to its bootstrap contacts.
+
+A state machine without sockets, clock or randomness of its own: events in (methods),
+effects out. Times are seconds of the caller's monotonic clock. ``wake_at`` says when
+``on_time`` is due. Ids of peers are those the transport proved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from barnraise.protocol.messages import Message
+from barnraise.protocol.tree_effects import Connect, Disconnect, Effects, LinkDown, LinkUp, Report, Send
+from barnraise.protocol.tree_messages import (
+    Contact,
+    ForwardJoin,
+    LeaveView,
+    Neighbour,
+    NeighbourReply,
+    OverlayJoin,
+    Shuffle,
+    ShuffleReply,
+)
+
+_JOIN, _URGENT, _POLITE, _ANSWER = "join", "urgent", "polite", "answer"
+
+
+class ViewConfig(Struct, frozen=True):
+    """Sizes, walks and periods (seconds). The paper's: 5, 30, 6, 3, 3, 4."""
+
+    active: int = 8
+    passive: int = 48
+    active_walk: int = 6
+    passive_walk: int = 3
+    shuffle_active: int = 3
+    shuffle_passive: int = 4
+    shuffle_period: float = 10.0
+    reply_timeout: float = 10.0
+    bootstrap_backoff: tuple[float, float] = (1.0, 60.0)
+    messages_per_second: float = 20.0  # walks taken from one neighbour; the rest is dropped
+
+
+class _Budget:
+    """A token bucket: what one neighbour may make us do."""
+
+    __slots__ = ("at", "tokens")
+
+    def __init__(self, tokens: float, at: float) -> None:
+        self.tokens, self.at = tokens, at
+
+    def take(self, rate: float, now: float) -> bool:
+        self.tokens = min(rate * 5, self.tokens + (now - self.at) * rate)
+        self.at = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
+
+
+class Views:
+    """The partial views of one node."""
+
+    def __init__(
+        self, me: Contact, bootstrap: Iterable[Contact], rng: random.Random, config: ViewConfig | None = None
+    ) -> None:
+        self.me = me
+        self.config = config or ViewConfig()
+        self.active: dict[str, Contact] = {}
+        self.passive: dict[str, Contact] = {}
+        self.banned: set[str] = set()
+        self._bootstrap = tuple(contact for contact in bootstrap if contact.peer_id != me.peer_id)
+        self._rng = rng
+        self._pending: dict[str, tuple[str, Contact, float]] = {}  # dialled or asked: purpose, whom, until
+        self._refused: set[str] = set()  # asked since the last shuffle, and full
+        self._budgets: dict[str, _Budget] = {}
+        self._connected: set[str] = set()
+        self._replies_due = 0
+        self._refreshes = 0
+        self._shuffle_at: float | None = None
+        self._retry_at: float | None = None
+        self._backoff = self.config.bootstrap_backoff[0]
+
+    @property
+    def wake_at(self) -> float | None:
+        """When ``on_time`` is due next, or None."""
+        times = [until for _, _, until in self._pending.values()]
+        times += [at for at in (self._shuffle_at, self._retry_at) if at is not None]
+        return min(times, default=None)
+
+    # --- events
+
+    def start(self, now: float, known: Iterable[Contact] = ()) -> Effects:
+        """Begin, with contacts remembered from an earlier run (R4) besides the bootstrap ones."""
+        self._shuffle_at = now + self.config.shuffle_period * (0.5 + self._rng.random())
+        for contact in known:
+            self._remember(contact)
+        return self._bootstrap_now(now)
+
+    def connected(self, peer: str, now: float) -> Effects:
+        """A connection to ``peer`` is open, dialled by either side."""
+        if peer in self.banned:
+            return [Disconnect(peer)]
+        self._connected.add(peer)
+        purpose, contact, _ = self._pending.get(peer, (None, None, 0.0))
+        if purpose is None or contact is None or peer in self.active:
+            return []
+        if purpose == _ANSWER:
+            del self._pending[peer]
+            return [Send(peer, ShuffleReply(sample=self._sample(peer))), Disconnect(peer)]
+        self._pending[peer] = (purpose, contact, now + self.config.reply_timeout)
+        if purpose == _JOIN:
+            return [Send(peer, OverlayJoin(addresses=self.me.addresses))]
+        return [
+            Send(peer, Neighbour(addresses=self.me.addresses, urgent=purpose == _URGENT or not self.active))
+        ]
+
+    def connect_failed(self, peer: str, now: float) -> Effects:
+        """Dialling ``peer`` failed: it is forgotten (bootstrap contacts excepted)."""
+        self._pending.pop(peer, None)
+        self.passive.pop(peer, None)
+        return self._repair(now)
+
+    def disconnected(self, peer: str, now: float) -> Effects:
+        """The connection to ``peer`` is gone, for whatever reason."""
+        self._connected.discard(peer)
+        self._budgets.pop(peer, None)
+        self._pending.pop(peer, None)
+        effects = self._unlink(peer)
+        self.passive.pop(peer, None)
+        return effects + self._repair(now)
+
+    def drop(self, peer: str, now: float) -> Effects:
+        """Take ``peer`` out of the views without telling it more than that; it may come back."""
+        effects = self._part(peer)
+        self.passive.pop(peer, None)
+        return effects + self._repair(now)
+
+    def ban(self, peer: str, now: float) -> Effects:
+        """Never again in this run."""
+        self.banned.add(peer)
+        self._pending.pop(peer, None)
+        was_active = peer in self.active
+        effects = self.drop(peer, now)
+        return effects if was_active else [*effects, Disconnect(peer)]
+
+    def refresh(self, now: float) -> Effects:
+        """Trade a random neighbour for a new one: the present ones do not help.
+
+        Every second time the new one comes from the bootstrap contacts, so that a group
+        of nodes that know only each other finds back.
+        """
+        effects: Effects = []
+        if len(self.active) >= self.config.active:
+            effects += self._part(self._rng.choice(sorted(self.active)))
+        fresh = [contact for peer, contact in self.passive.items() if peer not in self._pending]
+        self._refreshes += 1
+        if not fresh or self._refreshes % 2 == 0:
+            return effects + self._bootstrap_now(now)
+        return effects + self._ask(self._rng.choice(fresh), _POLITE, now)
+
+    def leave(self) -> Effects:
+        """Say goodbye to all neighbours (the program ends)."""
+        return [effect for peer in sorted(self.active) for effect in self._part(peer)]
+
+    def on_message(self, peer: str, message: Message, now: float) -> Effects:
+        """Take one overlay message from ``peer``; others, and those of strangers, are ignored."""
+        if peer in self.banned:
+            return [Disconnect(peer)]
+        match message:
+            case OverlayJoin(addresses=addresses):
+                return self._on_join(Contact(peer_id=peer, addresses=addresses))
+            case Neighbour(addresses=addresses, urgent=urgent):
+                return self._on_neighbour(Contact(peer_id=peer, addresses=addresses), urgent)
+            case NeighbourReply(accepted=accepted):
+                return self._on_reply(peer, accepted, now)
+            case ShuffleReply(sample=sample):
+                if self._replies_due > 0:  # one for each shuffle of ours: nobody fills our view unasked
+                    self._replies_due -= 1
+                    self._merge(sample)
+                return []
+            case LeaveView():
+                contact = self.active.get(peer)
+                effects = self._unlink(peer)
+                if contact is not None:
+                    self._remember(contact)
+                    self._refused.add(peer)
+                    effects.append(Disconnect(peer))
+                return effects + self._repair(now)
+        if peer not in self.active:
+            known = isinstance(message, ForwardJoin | Shuffle)
+            return [Send(peer, LeaveView())] if known else []  # it believes in a link that we lack
+        budget = self._budgets.setdefault(peer, _Budget(self.config.messages_per_second * 5, now))
+        if not budget.take(self.config.messages_per_second, now):
+            return [Report("flood", peer, -1, -1, "more overlay messages than one neighbour has to send")]
+        match message:
+            case ForwardJoin(newcomer=newcomer, ttl=ttl):
+                return self._on_forward_join(peer, newcomer, ttl, now)
+            case Shuffle(origin=origin, ttl=ttl, sample=sample):
+                return self._on_shuffle(peer, origin, ttl, sample, now)
+        return []
+
+    def on_time(self, now: float) -> Effects:
+        """Do what is due: shuffles, requests without an answer, bootstrapping again."""
+        effects: Effects = []
+        for peer, (_, _, until) in list(self._pending.items()):
+            if until <= now:
+                del self._pending[peer]
+                self.passive.pop(peer, None)
+                if peer not in self.active and peer in self._connected:
+                    effects.append(Disconnect(peer))
+        if self._shuffle_at is not None and self._shuffle_at <= now:
+            self._shuffle_at = now + self.config.shuffle_period
+            self._refused.clear()
+            effects += self._shuffle()
+        if self._retry_at is not None and self._retry_at <= now:
+            self._retry_at = None
+            effects += self._bootstrap_now(now)
+        return effects + self._repair(now)
+
+    # --- answers
+
+    def _on_join(self, contact: Contact) -> Effects:
+        effects = self._link(contact)
+        effects.append(Send(contact.peer_id, NeighbourReply(accepted=True)))
+        walk = ForwardJoin(newcomer=contact, ttl=self.config.active_walk)
+        effects += [Send(peer, walk) for peer in self.active if peer != contact.peer_id]
+        return effects
+
+    def _on_forward_join(self, sender: str, newcomer: Contact, ttl: int, now: float) -> Effects:
+        peer = newcomer.peer_id
+        if peer == self.me.peer_id or peer in self.banned:
+            return []
+        onward = [other for other in self.active if other not in (sender, peer)]
+        if ttl == 0 or not onward:
+            if peer in self.active or peer in self._pending:
+                return []
+            return self._ask(newcomer, _URGENT if ttl == 0 or len(self.active) <= 1 else _POLITE, now)
+        if ttl == self.config.passive_walk:
+            self._remember(newcomer)
+        return [Send(self._rng.choice(onward), ForwardJoin(newcomer=newcomer, ttl=ttl - 1))]
+
+    def _on_neighbour(self, contact: Contact, urgent: bool) -> Effects:
+        peer = contact.peer_id
+        accepted = urgent or peer in self.active or len(self.active) < self.config.active
+        effects = self._link(contact) if accepted else []
+        effects.append(Send(peer, NeighbourReply(accepted=accepted)))
+        if not accepted:
+            self._remember(contact)
+        return effects
+
+    def _on_reply(self, peer: str, accepted: bool, now: float) -> Effects:
+        purpose, contact, _ = self._pending.pop(peer, (None, None, 0.0))
+        if contact is None or purpose == _ANSWER:  # not asked, or no longer waited for
+            return [Send(peer, LeaveView())] if accepted and peer not in self.active else []
+        self._backoff = self.config.bootstrap_backoff[0]
+        if accepted:
+            return self._link(contact)
+        self._refused.add(peer)
+        self._remember(contact)
+        return [Disconnect(peer), *self._repair(now)]
+
+    def _on_shuffle(
+        self, sender: str, origin: Contact, ttl: int, sample: tuple[Contact, ...], now: float
+    ) -> Effects:
+        if origin.peer_id == self.me.peer_id or origin.peer_id in self.banned:
+            return []
+        onward = [other for other in self.active if other not in (sender, origin.peer_id)]
+        if ttl > 0 and onward:
+            walk = Shuffle(origin=origin, ttl=ttl - 1, sample=sample)
+            return [Send(self._rng.choice(onward), walk)]
+        reply = self._sample(origin.peer_id)
+        self._merge((origin, *sample))
+        if origin.peer_id in self._connected:
+            return [Send(origin.peer_id, ShuffleReply(sample=reply))]
+        if origin.peer_id in self._pending or not origin.addresses:
+            return []
+        self._pending[origin.peer_id] = (_ANSWER, origin, now + self.config.reply_timeout)
+        return [Connect(origin)]
+
+    # --- keeping the views
+
+    def _shuffle(self) -> Effects:
+        if not self.active:
+            return []
+        self._replies_due = 1
+        walk = Shuffle(origin=self.me, ttl=self.config.active_walk, sample=self._sample(self.me.peer_id))
+        return [Send(self._rng.choice(sorted(self.active)), walk)]
+
+    def _sample(self, for_peer: str) -> tuple[Contact, ...]:
+        """Some of both views, without the one it is for."""
+        chosen: list[Contact] = []
+        for view, size in (
+            (self.active, self.config.shuffle_active),
+            (self.passive, self.config.shuffle_passive),
+        ):
+            others = [contact for peer, contact in view.items() if peer != for_peer]
+            chosen += self._rng.sample(others, min(size, len(others)))
+        return tuple(chosen)
+
+    def _merge(self, sample: Iterable[Contact]) -> None:
+        for contact in sample:
+            self._remember(contact)
+
+    def _remember(self, contact: Contact) -> None:
+        peer = contact.peer_id
+        if peer == self.me.peer_id or peer in self.active or peer in self.banned or not contact.addresses:
+            return
+        if peer not in self.passive and len(self.passive) >= self.config.passive:
+            del self.passive[self._rng.choice(list(self.passive))]
+        self.passive[peer] = contact
+
+    def _link(self, contact: Contact) -> Effects:
+        peer = contact.peer_id
+        self._pending.pop(peer, None)
+        self.passive.pop(peer, None)
+        if peer in self.active or peer == self.me.peer_id:
+            return []
+        effects: Effects = []
+        if len(self.active) >= self.config.active:
+            effects += self._part(self._rng.choice(sorted(self.active)))
+        self.active[peer] = contact
+        self._connected.add(peer)
+        return [*effects, LinkUp(peer)]
+
+    def _unlink(self, peer: str) -> Effects:
+        return [LinkDown(peer)] if self.active.pop(peer, None) is not None else []
+
+    def _part(self, peer: str) -> Effects:
+        contact = self.active.get(peer)
+        if contact is None:
+            return []
+        effects = self._unlink(peer)
+        self._remember(contact)
+        self._refused.add(peer)
+        return [*effects, Send(peer, LeaveView()), Disconnect(peer)]
+
+    def _ask(self, contact: Contact, purpose: str, now: float) -> Effects:
+        self._pending[contact.peer_id] = (purpose, contact, now + self.config.reply_timeout)
+        return [Connect(contact)]
+
+    def _repair(self, now: float) -> Effects:
+        """Replace missing neighbours from the passive view, one request under way per missing one."""
+        asked = sum(1 for purpose, _, _ in self._pending.values() if purpose != _ANSWER)
+        effects: Effects = []
+        while len(self.active) + asked < self.config.active:
+            fresh = [
+                contact
+                for peer, contact in self.passive.items()
+                if peer not in self._pending and peer not in self._refused
+            ]
+            if not fresh:
+                break
+            effects += self._ask(self._rng.choice(fresh), _POLITE if self.active else _URGENT, now)
+            asked += 1
+        if not self.active and not asked and self._retry_at is None and self._shuffle_at is not None:
+            self._refused.clear()
+            self._retry_at = now + self._backoff * (0.5 + self._rng.random())
+            self._backoff = min(self._backoff * 2, self.config.bootstrap_backoff[1])
+        return effects
+
+    def _bootstrap_now(self, now: float) -> Effects:
+        effects: Effects = []
+        for contact in self._bootstrap:
+            if contact.peer_id not in self.active and contact.peer_id not in (*self._pending, *self.banned):
+                effects += self._ask(contact, _JOIN, now)
+        return effects + self._repair(now)
