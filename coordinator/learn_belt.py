@@ -163,6 +163,7 @@ class LearnBelt:
         if settled:
             await core.record([], drop_payloads=settled)
         gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from))
+        await core.offload(lambda: publisher.slim(self.run_folder, state.head))
         if gone:
             log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
 

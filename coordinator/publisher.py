@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards
@@ -94,3 +95,20 @@ def prune(run_folder: Path, store: DiskStore, keep_from: int) -> list[int]:
             continue
         gone.append(int(match[1]))
     return gone
+
+
+def slim(run_folder: Path, head: int) -> None:
+    """Free what only the learner needs in checkpoints that it will not start from again.
+
+    Optimiser state and float32 masters are six sevenths of a checkpoint that publishes
+    bfloat16; the two newest keep them, so that a damaged head can be made again.
+    """
+    for folder in (run_folder / "checkpoints").glob("v*"):
+        match = _CHECKPOINT.fullmatch(folder.name)
+        if match is None or not 0 < int(match[1]) < head - 1:
+            continue
+        for name in (MASTER_FILE, OPTIMIZER_FILE):
+            try:
+                (folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("cannot delete %s: %s", folder / name, error)

@@ -175,6 +175,7 @@ class FakeLearner:
         for source in checkpoint_folder(self.folder, job.version - 1).iterdir():
             (target / source.name).write_bytes(source.read_bytes())
         weights = target / "model.safetensors"
+        (target / "optimizer.safetensors").write_bytes(b"momentum")
         weights.write_bytes(weights.read_bytes()[:-8] + job.version.to_bytes(8, "big"))
         rewards = [reward for part in job.parts for reward in part.rewards]
         stats = TrainStats(

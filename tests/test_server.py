@@ -175,6 +175,8 @@ async def test_old_checkpoints_and_used_payloads_go(tmp_path: Path, autojump_clo
         await trio.sleep(1)
         kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
         assert kept == ["v000000", "v000004", "v000005", "v000006"]
+        resumable = {path.parent.name for path in folder.glob("checkpoints/*/optimizer.safetensors")}
+        assert resumable == {"v000005", "v000006"}
         journal = Journal(folder / "state.sqlite")
         assert journal.payload_ids(5) == []
         journal.close()
