@@ -79,7 +79,7 @@ class Views:
         self.banned: set[str] = set()
         self._bootstrap = tuple(contact for contact in bootstrap if contact.peer_id != me.peer_id)
         self._rng = rng
-        self._pending: dict[str, tuple[str, Contact, float]] = {}  # dialled or asked: purpose, whom, until
+        self.pending: dict[str, tuple[str, Contact, float]] = {}  # dialled or asked: purpose, whom, until
         self._refused: set[str] = set()  # asked since the last shuffle, and full
         self._budgets: dict[str, _Budget] = {}
         self._connected: set[str] = set()
@@ -92,7 +92,7 @@ class Views:
     @property
     def wake_at(self) -> float | None:
         """When ``on_time`` is due next, or None."""
-        times = [until for _, _, until in self._pending.values()]
+        times = [until for _, _, until in self.pending.values()]
         times += [at for at in (self._shuffle_at, self._retry_at) if at is not None]
         return min(times, default=None)
 
@@ -110,13 +110,13 @@ class Views:
         if peer in self.banned:
             return [Disconnect(peer)]
         self._connected.add(peer)
-        purpose, contact, _ = self._pending.get(peer, (None, None, 0.0))
+        purpose, contact, _ = self.pending.get(peer, (None, None, 0.0))
         if purpose is None or contact is None or peer in self.active:
             return []
         if purpose == _ANSWER:
-            del self._pending[peer]
+            del self.pending[peer]
             return [Send(peer, ShuffleReply(sample=self._sample(peer))), Disconnect(peer)]
-        self._pending[peer] = (purpose, contact, now + self.config.reply_timeout)
+        self.pending[peer] = (purpose, contact, now + self.config.reply_timeout)
         if purpose == _JOIN:
             return [Send(peer, OverlayJoin(addresses=self.me.addresses))]
         return [
@@ -125,7 +125,7 @@ class Views:
 
     def connect_failed(self, peer: str, now: float) -> Effects:
         """Dialling ``peer`` failed: it is forgotten (bootstrap contacts excepted)."""
-        self._pending.pop(peer, None)
+        self.pending.pop(peer, None)
         self.passive.pop(peer, None)
         return self._repair(now)
 
@@ -133,7 +133,7 @@ class Views:
         """The connection to ``peer`` is gone, for whatever reason."""
         self._connected.discard(peer)
         self._budgets.pop(peer, None)
-        self._pending.pop(peer, None)
+        self.pending.pop(peer, None)
         effects = self._unlink(peer)
         self.passive.pop(peer, None)
         return effects + self._repair(now)
@@ -147,7 +147,7 @@ class Views:
     def ban(self, peer: str, now: float) -> Effects:
         """Never again in this run."""
         self.banned.add(peer)
-        self._pending.pop(peer, None)
+        self.pending.pop(peer, None)
         was_active = peer in self.active
         effects = self.drop(peer, now)
         return effects if was_active else [*effects, Disconnect(peer)]
@@ -161,7 +161,7 @@ class Views:
         effects: Effects = []
         if len(self.active) >= self.config.active:
             effects += self._part(self._rng.choice(sorted(self.active)))
-        fresh = [contact for peer, contact in self.passive.items() if peer not in self._pending]
+        fresh = [contact for peer, contact in self.passive.items() if peer not in self.pending]
         self._refreshes += 1
         if not fresh or self._refreshes % 2 == 0:
             return effects + self._bootstrap_now(now)
@@ -211,9 +211,9 @@ class Views:
     def on_time(self, now: float) -> Effects:
         """Do what is due: shuffles, requests without an answer, bootstrapping again."""
         effects: Effects = []
-        for peer, (_, _, until) in list(self._pending.items()):
+        for peer, (_, _, until) in list(self.pending.items()):
             if until <= now:
-                del self._pending[peer]
+                del self.pending[peer]
                 self.passive.pop(peer, None)
                 if peer not in self.active and peer in self._connected:
                     effects.append(Disconnect(peer))
@@ -241,7 +241,7 @@ class Views:
             return []
         onward = [other for other in self.active if other not in (sender, peer)]
         if ttl == 0 or not onward:
-            if peer in self.active or peer in self._pending:
+            if peer in self.active or peer in self.pending:
                 return []
             return self._ask(newcomer, _URGENT if ttl == 0 or len(self.active) <= 1 else _POLITE, now)
         if ttl == self.config.passive_walk:
@@ -258,7 +258,7 @@ class Views:
         return effects
 
     def _on_reply(self, peer: str, accepted: bool, now: float) -> Effects:
-        purpose, contact, _ = self._pending.pop(peer, (None, None, 0.0))
+        purpose, contact, _ = self.pending.pop(peer, (None, None, 0.0))
         if contact is None or purpose == _ANSWER:  # not asked, or no longer waited for
             return [Send(peer, LeaveView())] if accepted and peer not in self.active else []
         self._backoff = self.config.bootstrap_backoff[0]
@@ -281,9 +281,9 @@ class Views:
         self._merge((origin, *sample))
         if origin.peer_id in self._connected:
             return [Send(origin.peer_id, ShuffleReply(sample=reply))]
-        if origin.peer_id in self._pending or not origin.addresses:
+        if origin.peer_id in self.pending or not origin.addresses:
             return []
-        self._pending[origin.peer_id] = (_ANSWER, origin, now + self.config.reply_timeout)
+        self.pending[origin.peer_id] = (_ANSWER, origin, now + self.config.reply_timeout)
         return [Connect(origin)]
 
     # --- keeping the views
@@ -320,7 +320,7 @@ class Views:
 
     def _link(self, contact: Contact) -> Effects:
         peer = contact.peer_id
-        self._pending.pop(peer, None)
+        self.pending.pop(peer, None)
         self.passive.pop(peer, None)
         if peer in self.active or peer == self.me.peer_id:
             return []
@@ -344,18 +344,18 @@ class Views:
         return [*effects, Send(peer, LeaveView()), Disconnect(peer)]
 
     def _ask(self, contact: Contact, purpose: str, now: float) -> Effects:
-        self._pending[contact.peer_id] = (purpose, contact, now + self.config.reply_timeout)
+        self.pending[contact.peer_id] = (purpose, contact, now + self.config.reply_timeout)
         return [Connect(contact)]
 
     def _repair(self, now: float) -> Effects:
         """Replace missing neighbours from the passive view, one request under way per missing one."""
-        asked = sum(1 for purpose, _, _ in self._pending.values() if purpose != _ANSWER)
+        asked = sum(1 for purpose, _, _ in self.pending.values() if purpose != _ANSWER)
         effects: Effects = []
         while len(self.active) + asked < self.config.active:
             fresh = [
                 contact
                 for peer, contact in self.passive.items()
-                if peer not in self._pending and peer not in self._refused
+                if peer not in self.pending and peer not in self._refused
             ]
             if not fresh:
                 break
@@ -370,6 +370,6 @@ class Views:
     def _bootstrap_now(self, now: float) -> Effects:
         effects: Effects = []
         for contact in self._bootstrap:
-            if contact.peer_id not in self.active and contact.peer_id not in (*self._pending, *self.banned):
+            if contact.peer_id not in self.active and contact.peer_id not in (*self.pending, *self.banned):
                 effects += self._ask(contact, _JOIN, now)
         return effects + self._repair(now)

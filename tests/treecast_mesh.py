@@ -198,7 +198,7 @@ class Mesh:
 
         def close() -> None:
             wanted = any(
-                a in self.nodes and (b in self.nodes[a].views.active or b in self.nodes[a].views._pending)
+                a in self.nodes and (b in self.nodes[a].views.active or b in self.nodes[a].views.pending)
                 for a, b in ((here, there), (there, here))
             )
             if self.links.get(pair) == generation and not wanted:

@@ -1,0 +1,555 @@
+"""Which shard goes where: pushes down the tree, rarest-first swaps everywhere else.
+
+Per version a node knows which shards it holds and which its neighbours hold (a
+``Bitmap`` when the link opens, ``Have`` after that). To each neighbour that holds
+something it lacks it gives a *standing order* (``Want``): a few shards, the rarest in
+its neighbourhood first. An uploader with a free slot serves the rarest shard that is
+ordered, or that an eager neighbour lacks and nobody is sending it; the choice is made
+when the slot is free and not before, so none grows stale in a queue. A node sends
+each neighbour one shard at a time and fills a few slots (two on a home link), so that
+a shard is soon whole and can be passed on.
+
+Nothing is believed: no announcement is proof of anything, an order binds nobody. A
+shard without progress for 5 s is cancelled and asked for elsewhere, a strike for its
+sender; one that fails its hash bans its sender. A bitmap that lies costs a request at
+most, since every holder of a missing shard has an order.
+
+A state machine without sockets, clock, disk or randomness of its own: events in
+(methods), effects out. Sizes are bytes, times seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from barnraise.protocol.bitmaps import from_bytes, members, pick, to_bytes, to_mask
+from barnraise.protocol.messages import Message
+from barnraise.protocol.transfer_state import (
+    Order,
+    PeerState,
+    Stats,
+    TransferConfig,
+    Uplink,
+    VersionState,
+)
+from barnraise.protocol.tree_effects import (
+    Ban,
+    Complete,
+    Demote,
+    Drop,
+    Effects,
+    Report,
+    Send,
+    StartSend,
+    StopReceive,
+    StopSend,
+)
+from barnraise.protocol.tree_messages import MAX_INDICES, MAX_SHARDS, Bitmap, Cancel, Have, Unavailable, Want
+
+_EXTRA_SLOTS = 2  # for transfers that their receivers hold up
+
+
+class Transfer:
+    """The shards of all versions in flight at one node."""
+
+    def __init__(self, rng: random.Random, config: TransferConfig | None = None) -> None:
+        self.config = config or TransferConfig()
+        self.stats = Stats()
+        self.uplink = Uplink(self.config)
+        self._rng = rng
+        self._peers: dict[str, PeerState] = {}
+        self._versions: dict[int, VersionState] = {}  # newest first
+        self._sending: dict[str, PeerState] = {}
+        self._muted: dict[str, float] = {}
+        self._checked_at = 0.0
+
+    # --- what the caller may read
+
+    @property
+    def wake_at(self) -> float | None:
+        """When ``on_time`` is due next, or None."""
+        config = self.config
+        times = []
+        for peer in self._peers.values():
+            if peer.receiving is not None:
+                times.append(peer.progress_at + config.progress_timeout)
+            if peer.muted_until > self._checked_at:
+                times.append(peer.muted_until)
+        for state in self._versions.values():
+            if state.wanted and not state.complete:
+                times.append(state.progress_at + config.starved_after)
+        for peer in self._sending.values():
+            held_up = peer.started_at + self._patience(peer)
+            if held_up > self._checked_at:
+                times.append(held_up)
+        return min(times, default=None)
+
+    def bitmap(self, version: int) -> int:
+        """Which shards of ``version`` are here, as a mask; 0 for an unknown version."""
+        state = self._versions.get(version)
+        return state.have if state is not None else 0
+
+    def versions(self) -> tuple[int, ...]:
+        """The versions taken part in, newest first."""
+        return tuple(self._versions)
+
+    def receiving(self) -> dict[str, tuple[int, int]]:
+        """Shards on their way here: sender, then version and index."""
+        return {name: peer.receiving for name, peer in self._peers.items() if peer.receiving is not None}
+
+    def sending(self) -> dict[str, tuple[int, int]]:
+        """Shards on their way out: receiver, then version and index."""
+        return {name: peer.sending for name, peer in self._sending.items() if peer.sending is not None}
+
+    # --- versions
+
+    def want(self, version: int, sizes: Sequence[int], now: float, *, wanted: bool = True) -> Effects:
+        """Take part in ``version``, whose shards have these sizes; fetch it unless ``wanted`` is false.
+
+        Called again with more sizes it extends the version (a manifest that comes in
+        parts). Over ``config.versions`` the oldest is forgotten.
+
+        Raises:
+            ValueError: more shards than a version may have.
+        """
+        if len(sizes) > MAX_SHARDS:
+            raise ValueError(f"{len(sizes)} shards; a version has at most {MAX_SHARDS}: use larger shards")
+        effects: Effects = []
+        state = self._versions.get(version)
+        if state is None:
+            while len(self._versions) >= self.config.versions:
+                effects += self.forget(min(self._versions), now)
+            state = self._versions[version] = VersionState(sizes, now, wanted=wanted)
+            self._versions = dict(sorted(self._versions.items(), reverse=True))
+            for name, peer in self._peers.items():
+                effects.append(self._tell(name, peer, version, state, ask=True))
+            return effects
+        state.sizes += sizes[len(state.sizes) :]
+        state.all = (1 << len(state.sizes)) - 1
+        state.wanted = state.wanted or wanted
+        return [*self._order_all(version, state, now), *self._fill(now)]
+
+    def forget(self, version: int, now: float) -> Effects:
+        """Leave ``version``: it is no longer on disk, or no longer wanted."""
+        state = self._versions.pop(version, None)
+        effects: Effects = []
+        if state is None:
+            return effects
+        for name, peer in self._peers.items():
+            if peer.sending is not None and peer.sending[0] == version:
+                effects += self._stop_sending(name, peer, now)
+            if peer.receiving is not None and peer.receiving[0] == version:
+                effects += self._stop_receiving(name, peer)
+            if version in peer.told:
+                effects.append(Send(name, Bitmap(version=version, bits=b"", ask=False)))
+            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told):
+                known.pop(version, None)
+            peer.told.discard(version)
+        return effects + self._fill(now)
+
+    # --- links
+
+    def link_up(self, name: str, now: float) -> Effects:
+        """``name`` is a neighbour now; it learns what we hold."""
+        if name in self._peers:
+            return []
+        peer = self._peers[name] = PeerState(self._muted.pop(name, 0.0))
+        return [self._tell(name, peer, version, state, ask=True) for version, state in self._versions.items()]
+
+    def link_down(self, name: str, now: float) -> Effects:
+        """``name`` is a neighbour no longer: what was under way is asked for elsewhere."""
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return []
+        effects: Effects = []
+        if peer.muted_until > now:
+            self._muted[name] = peer.muted_until
+            if len(self._muted) > 256:
+                del self._muted[next(iter(self._muted))]
+        if peer.sending is not None:
+            effects.append(StopSend(name, *peer.sending))
+            self._idle(name, peer, 0, now)
+        for version, holds in peer.holds.items():
+            if version in self._versions:
+                self._versions[version].counts.subtract(holds)
+        if peer.receiving is not None:
+            effects.append(StopReceive(name, *peer.receiving))
+            effects += self._release(name, *peer.receiving, now)
+        return effects + self._fill(now)
+
+    def link_eager(self, name: str, now: float, *, eager: bool) -> Effects:
+        """The tree made the link to ``name`` eager or lazy."""
+        peer = self._peers.get(name)
+        if peer is None or peer.eager == eager:
+            return []
+        peer.eager, peer.slow = eager, 0
+        return self._fill(now)
+
+    # --- shards that come in
+
+    def incoming(self, name: str, version: int, index: int, now: float) -> Effects:
+        """``name`` begins to send a shard. ``StopReceive`` among the effects: it is not taken."""
+        peer, state = self._peers.get(name), self._versions.get(version)
+        refusal: Effects = [
+            StopReceive(name, version, index),
+            Send(name, Cancel(version=version, index=index)),
+        ]
+        if peer is None:
+            return refusal[:1]
+        if state is None or index >= len(state.sizes):
+            return refusal
+        bit = 1 << index
+        if peer.receiving is not None or (version not in peer.asked and not peer.eager):
+            return [*refusal, *self._strike(name, peer, "unasked", version, index, now)]
+        if not state.missing & bit:
+            self.stats.duplicates += 1
+            return [*refusal, *self._order(name, peer, version, state, now)]
+        state.incoming |= bit
+        state.on_way[index] = name
+        peer.receiving, peer.progress_at = (version, index), now
+        if not peer.holds.get(version, 0) & bit:
+            state.counts.add(bit)
+            peer.holds[version] = peer.holds.get(version, 0) | bit
+        effects: Effects = []
+        for other, link in self._peers.items():
+            if other == name or link.eager or index in link.asked.get(version, ()):
+                effects += self._order(other, link, version, state, now)
+        return effects
+
+    def progress(self, name: str, now: float) -> None:
+        """Some bytes of the shard on its way from ``name`` arrived."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.progress_at = now
+
+    def received(self, name: str, version: int, index: int, now: float) -> Effects:
+        """The last byte of a shard arrived; its hash is being checked. ``name`` may send the next one."""
+        peer = self._peers.get(name)
+        if peer is not None and peer.receiving == (version, index):
+            peer.receiving = None
+        return []
+
+    def verified(self, name: str | None, version: int, index: int, now: float) -> Effects:
+        """A shard is here, whole, on disk, and has its hash; ``name`` None: from no peer (disk, mirror)."""
+        state = self._versions.get(version)
+        if state is None or index >= len(state.sizes):
+            return []
+        bit = 1 << index
+        effects: Effects = []
+        sender = state.on_way.pop(index, None)
+        state.incoming &= ~bit
+        link = self._peers.get(sender) if sender is not None else None
+        if link is not None and sender is not None:
+            if sender == name:
+                link.strikes = 0
+                self.stats.received += 1
+            elif link.receiving == (version, index):
+                effects += self._stop_receiving(sender, link)
+            if link.receiving == (version, index):
+                link.receiving = None
+        if state.have & bit:
+            return effects
+        state.have |= bit
+        state.progress_at, state.starved = now, False
+        message = Have(version=version, indices=(index,))
+        for other, peer in self._peers.items():
+            if version in peer.holds and version in peer.told:
+                effects.append(Send(other, message))
+            asked = peer.asked.get(version)
+            if asked is not None and (index in asked or (other == name and len(asked) < self.config.order)):
+                effects += self._order(other, peer, version, state, now)
+        if state.complete:
+            effects.append(Complete(version))
+        return effects + self._fill(now)
+
+    def corrupt(self, name: str, version: int, index: int, now: float) -> Effects:
+        """The shard that ``name`` sent does not have its hash. Its sender is banned for the run."""
+        effects: Effects = [
+            Report("corrupt", name, version, index, "the shard does not have the hash in the manifest"),
+            Ban(name, f"sent a corrupt shard ({index} of version {version})"),
+        ]
+        self.stats.corrupt += 1
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.muted_until = float("inf")
+            if peer.receiving == (version, index):
+                peer.receiving = None
+        effects += self._release(name, version, index, now)
+        return effects
+
+    def lost(self, version: int, index: int, now: float) -> Effects:
+        """A shard that was here cannot be read any more: it is wanted again."""
+        state = self._versions.get(version)
+        if state is None or not state.have >> index & 1:
+            return []
+        state.have &= ~(1 << index)
+        effects: Effects = []
+        for name, peer in self._peers.items():
+            if peer.sending == (version, index):
+                effects += self._stop_sending(name, peer, now)
+            effects.append(self._tell(name, peer, version, state, ask=False))
+        return [*effects, *self._order_all(version, state, now), *self._fill(now)]
+
+    # --- shards that go out
+
+    def sent(self, name: str, version: int, index: int, now: float) -> Effects:
+        """The last byte of a shard was handed to the connection with ``name``."""
+        peer = self._peers.get(name)
+        if peer is None or peer.sending != (version, index):
+            return []
+        size = self._versions[version].sizes[index]
+        self._versions[version].sent_bytes += size
+        self.stats.sent += 1
+        self.stats.sent_bytes += size
+        rate = size / max(now - peer.started_at, 1e-6)
+        peer.rate = rate if not peer.rate else 0.7 * peer.rate + 0.3 * rate
+        share = self.uplink.rate / self.uplink.slots
+        peer.slow = peer.slow + 1 if rate < self.config.slow_fraction * share else 0
+        self._idle(name, peer, size, now)
+        effects: Effects = [Demote(name)] if peer.slow >= 3 and peer.eager else []
+        return effects + self._fill(now)
+
+    def send_failed(self, name: str, version: int, index: int, now: float) -> Effects:
+        """A shard could not be sent whole (the stream broke); the link itself may still be up."""
+        peer = self._peers.get(name)
+        if peer is None or peer.sending != (version, index):
+            return []
+        self._unhold(peer, version, 1 << index)
+        self._idle(name, peer, 0, now)
+        return self._fill(now)
+
+    # --- messages and time
+
+    def on_message(self, name: str, message: Message, now: float) -> Effects:
+        """Take one transfer message from a neighbour."""
+        peer = self._peers.get(name)
+        version = getattr(message, "version", None)
+        state = self._versions.get(version) if version is not None else None
+        if peer is None or state is None or version is None:
+            return []
+        match message:
+            case Have(indices=indices):
+                return self._on_holds(name, peer, version, state, to_mask(indices), now)
+            case Want():
+                return self._on_want(peer, version, state, message, now)
+            case Bitmap(bits=bits, ask=ask):
+                mask = from_bytes(bits)
+                effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
+                self._unhold(peer, version, peer.holds.get(version, 0) & ~mask)
+                peer.holds.setdefault(version, 0)
+                return effects + self._on_holds(name, peer, version, state, mask, now)
+            case Cancel(index=index):
+                if peer.sending != (version, index):
+                    return []
+                effects = [StopSend(name, version, index)]
+                self._idle(name, peer, 0, now)
+                return effects + self._fill(now)
+            case Unavailable(index=index):
+                self._unhold(peer, version, 1 << index & peer.holds.get(version, 0))
+                if peer.receiving != (version, index):
+                    return self._order(name, peer, version, state, now)
+                peer.receiving = None
+                effects = [StopReceive(name, version, index)]
+                effects += self._strike(name, peer, "lied", version, index, now)
+                return effects + self._release(name, version, index, now)
+        return []
+
+    def on_time(self, now: float) -> Effects:
+        """Do what is due: shards without progress, starvation, peers whose penalty is over."""
+        effects: Effects = []
+        for name, peer in self._peers.items():
+            if self._checked_at < peer.muted_until <= now:
+                peer.muted_until = 0.0
+                for version, state in self._versions.items():
+                    effects += self._order(name, peer, version, state, now)
+            if peer.receiving is not None and peer.progress_at + self.config.progress_timeout <= now:
+                version, index = peer.receiving
+                self.stats.timeouts += 1
+                effects += self._strike(name, peer, "timeout", version, index, now)
+                effects += self._stop_receiving(name, peer)
+                effects += self._release(name, version, index, now)
+        for version, state in self._versions.items():
+            if state.wanted and not state.complete and state.progress_at + self.config.starved_after <= now:
+                state.progress_at = now
+                if not state.incoming:
+                    state.starved = True
+                    effects.append(Report("starved", "", version, -1, "no neighbour sends what is missing"))
+                    effects += self._order_all(version, state, now, again=True)
+        self._checked_at = now
+        return effects + self._fill(now)
+
+    # --- what we want
+
+    def _tell(self, name: str, peer: PeerState, version: int, state: VersionState, *, ask: bool) -> Send:
+        peer.told.add(version)
+        return Send(name, Bitmap(version=version, bits=to_bytes(state.have), ask=ask))
+
+    def _on_holds(
+        self, name: str, peer: PeerState, version: int, state: VersionState, mask: int, now: float
+    ) -> Effects:
+        holds = peer.holds.get(version)
+        if holds is None:
+            return []  # its bitmap comes first
+        new = mask & ~holds
+        state.counts.add(new)
+        peer.holds[version] = holds | mask
+        if len(peer.asked.get(version, ())) < self.config.order and new & state.missing:
+            return self._order(name, peer, version, state, now)
+        return []
+
+    def _unhold(self, peer: PeerState, version: int, mask: int) -> None:
+        mask &= peer.holds.get(version, 0)
+        if mask:
+            self._versions[version].counts.subtract(mask)
+            peer.holds[version] &= ~mask
+
+    def _order_all(self, version: int, state: VersionState, now: float, *, again: bool = False) -> Effects:
+        return [
+            effect
+            for name, peer in self._peers.items()
+            for effect in self._order(name, peer, version, state, now, again=again)
+        ]
+
+    def _order(
+        self,
+        name: str,
+        peer: PeerState,
+        version: int,
+        state: VersionState,
+        now: float,
+        *,
+        again: bool = False,
+    ) -> Effects:
+        """Bring our standing order with ``name`` up to date, if that changes it."""
+        rest = peer.holds.get(version, 0) & state.missing if peer.muted_until <= now else 0
+        chosen = []
+        while rest and len(chosen) < self.config.order:
+            index = pick(state.counts.rarest(rest), self._rng)
+            chosen.append(index)
+            rest ^= 1 << index
+        busy = state.incoming if peer.eager else 0
+        order, before = tuple(chosen), peer.asked.get(version)
+        if not again and busy == peer.busy_told.get(version, 0) and order == (before or ()):
+            return []
+        peer.asked[version], peer.busy_told[version] = order, busy
+        others = tuple(members(busy))[:MAX_INDICES]
+        return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved))]
+
+    def _release(self, name: str, version: int, index: int, now: float) -> Effects:
+        """The shard on its way from ``name`` will not come: everybody who holds it may be asked."""
+        state = self._versions.get(version)
+        if state is None or state.on_way.get(index) != name:
+            return []
+        del state.on_way[index]
+        state.incoming &= ~(1 << index)
+        return self._order_all(version, state, now)
+
+    def _stop_receiving(self, name: str, peer: PeerState) -> Effects:
+        if peer.receiving is None:
+            return []
+        version, index = peer.receiving
+        peer.receiving = None
+        return [StopReceive(name, version, index), Send(name, Cancel(version=version, index=index))]
+
+    def _strike(self, name: str, peer: PeerState, code: str, version: int, index: int, now: float) -> Effects:
+        """Ask ``name`` for nothing for a while, longer each time; at last drop it."""
+        peer.strikes += 1
+        text = f"strike {peer.strikes} of {self.config.strikes}"
+        effects: Effects = [Report(code, name, version, index, text)]
+        peer.muted_until = now + self.config.progress_timeout * peer.strikes**2
+        if peer.strikes >= self.config.strikes:
+            peer.muted_until = now + self.config.mute
+            effects.append(Drop(name, code))
+        return effects
+
+    # --- what others want
+
+    def _on_want(self, peer: PeerState, version: int, state: VersionState, want: Want, now: float) -> Effects:
+        mask = to_mask(want.indices)
+        peer.orders[version] = Order(mask, to_mask(want.busy), want.starved)
+        if peer.sending is not None and peer.sending[0] == version:
+            mask &= ~(1 << peer.sending[1])
+        self._unhold(peer, version, mask)  # it lacks what it orders, whatever we believed
+        return self._fill(now)
+
+    def _patience(self, peer: PeerState) -> float:
+        if peer.sending is None:
+            return 0.0
+        version, index = peer.sending
+        return self.uplink.patience(self._versions[version].sizes[index])
+
+    def _fill(self, now: float) -> Effects:
+        """Begin transfers while there are free slots and somebody to serve."""
+        effects: Effects = []
+        slots = self.uplink.slots
+        while len(self._sending) < slots + _EXTRA_SLOTS:
+            if len(self._sending) >= slots:
+                moving = [
+                    peer for peer in self._sending.values() if now < peer.started_at + self._patience(peer)
+                ]
+                if len(moving) >= slots:
+                    break
+            choice = self._choose(now)
+            if choice is None:
+                break
+            name, version, index = choice
+            peer, state, bit = self._peers[name], self._versions[version], 1 << index
+            peer.sending, peer.started_at = (version, index), now
+            if not peer.holds[version] & bit:
+                state.counts.add(bit)
+                peer.holds[version] |= bit
+            if version in peer.orders:
+                peer.orders[version].mask &= ~bit
+            self._sending[name] = peer
+            self.stats.started += 1
+            self.uplink.note(len(self._sending), 0, now)
+            effects.append(StartSend(name, version, index))
+        return effects
+
+    def _choose(self, now: float) -> tuple[str, int, int] | None:
+        """The rarest shard that a neighbour may be sent now, of the newest version possible."""
+        children = [name for name, peer in self._peers.items() if peer.eager]
+        if len(children) > self.uplink.slots:
+            children.sort(key=lambda name: -self._peers[name].rate)
+        pushed = set(children[: self.uplink.slots])
+        for version, state in self._versions.items():
+            if not state.have:
+                continue
+            spent = self.config.copies is not None and state.sent_bytes >= self.config.copies * sum(
+                state.sizes
+            )
+            offers, union = [], 0
+            for name, peer in self._peers.items():
+                holds = peer.holds.get(version)
+                if holds is None or peer.sending is not None or peer.muted_until == float("inf"):
+                    continue
+                order = peer.orders.get(version)
+                mask = order.mask if order is not None else 0
+                if name in pushed:
+                    mask |= ~holds & ~(order.busy if order is not None else 0)
+                mask &= state.have
+                if spent and not (order is not None and order.starved):
+                    mask = state.counts.zero(mask)
+                if mask:
+                    offers.append((name, mask))
+                    union |= mask
+            if union:
+                index = pick(state.counts.rarest(union), self._rng)
+                names = [name for name, mask in offers if mask >> index & 1]
+                return self._rng.choice(names), version, index
+        return None
+
+    def _stop_sending(self, name: str, peer: PeerState, now: float) -> Effects:
+        if peer.sending is None:
+            return []
+        version, index = peer.sending
+        if version in self._versions:
+            self._unhold(peer, version, 1 << index)
+        self._idle(name, peer, 0, now)
+        return [StopSend(name, version, index), Send(name, Unavailable(version=version, index=index))]
+
+    def _idle(self, name: str, peer: PeerState, size: int, now: float) -> None:
+        peer.sending = None
+        self._sending.pop(name, None)
+        self.uplink.note(len(self._sending), size, now)

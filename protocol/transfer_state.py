@@ -1,0 +1,162 @@
+"""What ``transfer`` keeps: its settings, a version, a neighbour, and the measured upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from barnraise.protocol.bitmaps import Counts
+
+
+class TransferConfig(Struct, frozen=True):
+    """Bounds and times (seconds) of one node's transfers.
+
+    ``slots``: shards uploaded at once until the upload is measured; after that one
+    for each ``slot_rate`` bytes/s of it, at most ``max_slots``. ``order``: shards named
+    in one standing order. ``copies``: the origin's limit on what it uploads of a
+    version, in copies of it (None: no limit); beyond it only shards go out that no
+    neighbour holds or that a starved node orders. ``slow_fraction``: of its fair share;
+    below it, three times in a row, an eager child is demoted.
+    """
+
+    slots: int = 2
+    max_slots: int = 2
+    slot_rate: float = 6.9e6
+    order: int = 4
+    copies: float | None = None
+    progress_timeout: float = 5.0
+    starved_after: float = 10.0
+    strikes: int = 3
+    mute: float = 60.0
+    versions: int = 4
+    slow_fraction: float = 0.25
+
+
+class Stats(Struct):
+    """Shards so far. ``duplicates`` were refused on arrival: here already, or on their way."""
+
+    started: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    received: int = 0
+    duplicates: int = 0
+    timeouts: int = 0
+    corrupt: int = 0
+
+
+class VersionState:
+    """One policy version: what is here, what is on its way, how rare each shard is nearby."""
+
+    __slots__ = (
+        "all",
+        "counts",
+        "have",
+        "incoming",
+        "on_way",
+        "progress_at",
+        "sent_bytes",
+        "sizes",
+        "starved",
+        "wanted",
+    )
+
+    def __init__(self, sizes: Sequence[int], now: float, *, wanted: bool) -> None:
+        self.sizes = list(sizes)
+        self.all = (1 << len(self.sizes)) - 1
+        self.have = 0
+        self.incoming = 0  # the keys of on_way, as a mask
+        self.on_way: dict[int, str] = {}  # shard: sender
+        self.counts = Counts()
+        self.wanted = wanted
+        self.starved = False
+        self.progress_at = now
+        self.sent_bytes = 0
+
+    @property
+    def missing(self) -> int:
+        """What to ask for: wanted, not here, not on its way."""
+        return self.all & ~self.have & ~self.incoming if self.wanted else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard known so far is here."""
+        return self.have == self.all
+
+
+class Order(Struct):
+    """A neighbour's standing order, as masks."""
+
+    mask: int
+    busy: int
+    starved: bool
+
+
+class PeerState:
+    """What we know of one neighbour, and what is under way between us."""
+
+    __slots__ = (
+        "asked",
+        "busy_told",
+        "eager",
+        "holds",
+        "muted_until",
+        "orders",
+        "progress_at",
+        "rate",
+        "receiving",
+        "sending",
+        "slow",
+        "started_at",
+        "strikes",
+        "told",
+    )
+
+    def __init__(self, muted_until: float) -> None:
+        self.eager = False
+        self.holds: dict[int, int] = {}  # by version: announced, or being sent to it by us
+        self.orders: dict[int, Order] = {}  # what it wants of us
+        self.asked: dict[int, tuple[int, ...]] = {}  # what we want of it
+        self.busy_told: dict[int, int] = {}  # what we told it not to push
+        self.told: set[int] = set()  # versions whose bitmap it got from us
+        self.receiving: tuple[int, int] | None = None
+        self.progress_at = 0.0
+        self.sending: tuple[int, int] | None = None
+        self.started_at = 0.0
+        self.rate = 0.0  # to it, bytes/s, a moving average
+        self.slow = 0
+        self.strikes = 0
+        self.muted_until = muted_until
+
+
+class Uplink:
+    """Measures the upload while all slots are in use, and derives how many to use."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self.config = config
+        self.rate = 0.0  # bytes/s; 0 until measured
+        self._since: float | None = None
+        self._time = 0.0
+        self._bytes = 0
+
+    @property
+    def slots(self) -> int:
+        """How many shards to send at once: the fan-out."""
+        if not self.rate:
+            return self.config.slots
+        return max(1, min(self.config.max_slots, round(self.rate / self.config.slot_rate)))
+
+    def patience(self, size: int) -> float:
+        """Seconds after which a transfer of ``size`` bytes counts as held up by its receiver."""
+        return max(1.0, 3 * size * self.slots / self.rate) if self.rate else 5.0
+
+    def note(self, sending: int, sent: int, now: float) -> None:
+        """``sending`` shards are under way from now on; ``sent`` bytes were finished just now."""
+        if self._since is not None:
+            self._time += now - self._since
+            self._bytes += sent
+            if self._time >= 2.0:
+                rate = self._bytes / self._time
+                self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
+                self._time, self._bytes = 0.0, 0
+        self._since = now if sending >= self.slots else None
