@@ -126,17 +126,25 @@ class Generator:
 
 
 class TorchEngine:
-    """``Generator`` behind the ``Engine`` seam, in a thread of this process."""
+    """``Generator`` behind the ``Engine`` seam, in a thread of this process.
 
-    def __init__(self, device: str | None = None) -> None:
+    With ``in_place`` it works here and now instead, blocking the event loop: for
+    virtual time, whose clock must not run on beside a thread.
+    """
+
+    def __init__(self, device: str | None = None, *, in_place: bool = False) -> None:
         self._generator: Generator | None = None
         self._device = device
+        self._in_place = in_place
 
     async def load(self, spec: RunSpec, folder: Path, version: int) -> EngineInfo:
         """See ``Engine.load``."""
         if self._generator is None:
             self._generator = Generator(self._device)
         try:
+            if self._in_place:
+                await trio.lowlevel.checkpoint()
+                return self._generator.load(spec, folder, version)
             return await trio.to_thread.run_sync(self._generator.load, spec, folder, version)
         except (BarnraiseError, OutOfMemory) as error:
             raise ChildError(f"the engine could not load version {version}: {error}") from error
@@ -154,6 +162,9 @@ class TorchEngine:
             trio.from_thread.run_sync(progress, event)
 
         try:
+            if self._in_place:
+                await trio.lowlevel.checkpoint()
+                return self._generator.generate(work, progress, lambda: False)
             return await trio.to_thread.run_sync(self._generator.generate, work, tell, should_stop)
         except BarnraiseError as error:
             raise ChildError(str(error)) from error
