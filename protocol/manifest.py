@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, StorageError
-from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, Signed
+from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, PatchEntry, Signed
 from barnraise.protocol.spec import RunSpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -95,7 +95,7 @@ def check_shard(data: bytes, digest: bytes) -> bool:
     return sha256(data).digest() == digest
 
 
-def entry_shards(entry: FileEntry, shard_size: int) -> Iterator[tuple[bytes, int, int]]:
+def entry_shards(entry: FileEntry | PatchEntry, shard_size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield ``(digest, offset in the file, size)`` of each shard of a file, in order, in bytes."""
     for position, digest in enumerate(entry.shards):
         offset = position * shard_size
@@ -103,10 +103,19 @@ def entry_shards(entry: FileEntry, shard_size: int) -> Iterator[tuple[bytes, int
 
 
 def manifest_shards(manifest: Manifest) -> tuple[tuple[bytes, int], ...]:
-    """Each distinct shard as ``(digest, size in bytes)``, in order of first use."""
+    """Each distinct shard of the files (not of patches) as ``(digest, size in bytes)``, in order of use."""
+    return _distinct(manifest.files, manifest.shard_size)
+
+
+def patch_shards(patches: Iterable[PatchEntry], shard_size: int) -> tuple[tuple[bytes, int], ...]:
+    """Each distinct shard of some patches as ``(digest, size in bytes)``, in order of first use."""
+    return _distinct(patches, shard_size)
+
+
+def _distinct(entries: Iterable[FileEntry | PatchEntry], shard_size: int) -> tuple[tuple[bytes, int], ...]:
     sizes: dict[bytes, int] = {}
-    for entry in manifest.files:
-        for digest, _, size in entry_shards(entry, manifest.shard_size):
+    for entry in entries:
+        for digest, _, size in entry_shards(entry, shard_size):
             sizes.setdefault(digest, size)
     return tuple(sizes.items())
 
@@ -135,6 +144,7 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
     _check_names(manifest)
     _check_sizes(manifest, spec)
     _check_contents(manifest, spec)
+    _check_patches(manifest)
     return manifest
 
 
@@ -151,7 +161,8 @@ def _check_names(manifest: Manifest) -> None:
 
 def _check_sizes(manifest: Manifest, spec: RunSpec) -> None:
     known: dict[bytes, int] = {}
-    for entry in manifest.files:
+    entries: tuple[FileEntry | PatchEntry, ...] = (*manifest.files, *manifest.patches)
+    for entry in entries:
         expected = -(-entry.size // manifest.shard_size)
         if len(entry.shards) != expected:
             raise MalformedError(
@@ -212,6 +223,32 @@ def _check_parts(version: int, weights: set[str]) -> None:
         )
 
 
+def _check_patches(manifest: Manifest) -> None:
+    """Patches lead from earlier versions of weight files, in order, and are shorter than the file."""
+    sizes = {entry.path: entry.size for entry in manifest.files if _WEIGHTS.fullmatch(entry.path)}
+    previous: tuple[str, int] | None = None
+    for patch in manifest.patches:
+        if patch.path not in sizes:
+            raise MalformedError(
+                f"manifest v{manifest.version}: a patch for {patch.path!r}, which is none of its weight files"
+            )
+        if patch.base_version >= manifest.version:
+            raise MalformedError(
+                f"manifest v{manifest.version}: a patch for {patch.path} begins with version "
+                f"{patch.base_version}, which is not an earlier one"
+            )
+        if not 0 < patch.size <= sizes[patch.path]:
+            raise MalformedError(
+                f"manifest v{manifest.version}: a patch for {patch.path} has {patch.size} bytes, "
+                f"the whole file {sizes[patch.path]}"
+            )
+        if previous is not None and (patch.path, patch.base_version) <= previous:
+            raise MalformedError(
+                f"manifest v{manifest.version}: its patches are not in order of file and base version"
+            )
+        previous = patch.path, patch.base_version
+
+
 def version_name(version: int) -> str:
     """The folder name of a version: ``v000012``."""
     return f"v{version:06d}"
@@ -236,12 +273,18 @@ def folder_matches(manifest: Manifest, folder: Path) -> bool:
     return True
 
 
-def assemble(manifest: Manifest, get: Callable[[bytes], bytes | None], folder: Path) -> None:
+def assemble(
+    manifest: Manifest,
+    get: Callable[[bytes], bytes | None],
+    folder: Path,
+    ready: Mapping[str, Path] | None = None,
+) -> None:
     """Write the manifest's files into ``folder``, which appears whole or not at all.
 
-    One shard is in memory at a time. The files are written into a temporary
-    sibling, checked against their SHA-256, synced and renamed; a ``folder`` that
-    exists is kept if it matches and replaced if not. Blocking.
+    ``ready`` names files that lie finished on the same file system, checked against
+    their SHA-256 and synced: they are moved. The others are written into a temporary
+    sibling, one shard in memory at a time, checked against their SHA-256, synced and
+    renamed; a ``folder`` that exists is kept if it matches and replaced if not. Blocking.
 
     Raises:
         StorageError: ``get`` does not have a shard, a file comes out different, or the disk is full.
@@ -255,7 +298,10 @@ def assemble(manifest: Manifest, get: Callable[[bytes], bytes | None], folder: P
         raise StorageError(f"cannot write version {manifest.version} to {folder}: {error}") from error
     try:
         for entry in manifest.files:
-            _write_file(manifest, entry, get, part / entry.path)
+            if ready and entry.path in ready:
+                ready[entry.path].rename(part / entry.path)
+            else:
+                _write_file(manifest, entry, get, part / entry.path)
         _sync_folder(part)
         part.chmod(0o755)
         if folder.exists():

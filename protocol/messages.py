@@ -244,14 +244,29 @@ class FileEntry(Message, frozen=True):
     shards: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
 
 
+class PatchEntry(Message, frozen=True):
+    """A patch for the weight file ``path``, cut into shards like a file (``barnraise.kernels.patch_format``).
+
+    It begins with ``path`` of version ``base_version`` and leads to that of the next
+    entry for the same path, the last one to the manifest's own.
+    """
+
+    path: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+    base_version: Version
+    size: Size
+    sha256: Digest
+    shards: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
+
+
 class Manifest(Message, frozen=True):
-    """*Signed* by the run's key: one published policy version, whole."""
+    """*Signed* by the run's key: one published policy version, whole, and shorter ways to it."""
 
     run_id: Digest
     version: Version
     created_at: Millis
     shard_size: Annotated[int, Meta(ge=1024, le=MAX_SHARD)]
     files: Annotated[tuple[FileEntry, ...], Meta(min_length=1, max_length=256)]
+    patches: Annotated[tuple[PatchEntry, ...], Meta(max_length=64)] = ()
 
 
 class RolloutLease(Message, frozen=True):

@@ -23,7 +23,14 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "protocol.md"
 VECTORS = ROOT / "tests" / "data" / "protocol_vectors.json"
 
-PARTS = (messages.Signed, messages.Peer, messages.FileEntry, messages.Rollout, messages.Verdict)
+PARTS = (
+    messages.Signed,
+    messages.Peer,
+    messages.FileEntry,
+    messages.PatchEntry,
+    messages.Rollout,
+    messages.Verdict,
+)
 SIGNED = (
     messages.Manifest,
     messages.RolloutLease,
