@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.limits import bounded
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_JSON = 16 * 1024 * 1024
+# A config comes with the run, and each number in it may ask for more than there is.
+MAX_LAYERS = 4096
+MAX_NUMBER = 2**40
+MAX_LISTED = 2**24
+MAX_DERIVED_BYTES = 2 * 1024**3  # tables that a model computes for itself, beside its weights
+PLAN_SECONDS = 120.0
+PLAN_BYTES = 2 * 1024**3
 
 
 class ModelError(BarnraiseError):
@@ -105,9 +115,11 @@ def load_policy(folder: Path, compute_dtype: str = "float32", device: str = "cpu
     config = read_config(folder)
     files = weight_files(folder)
     dtype = DTYPES[compute_dtype]
-    with torch.device("meta"):
+    shapes = _headers(files)
+    with torch.device("meta"), _few_modules(len(shapes), folder):
         plan = _build(AutoModelForCausalLM, config, dtype)
-    _check_fit(plan, _headers(files), folder)
+    _check_fit(plan, shapes, folder)
+    _check_derived(plan, shapes, folder)
     with no_init_weights():
         model = _build(AutoModelForCausalLM, config, dtype)
     model.tie_weights()  # type: ignore[operator]
@@ -197,8 +209,10 @@ def read_config(folder: Path) -> Any:
             f"{folder / 'config.json'} has model_type {model_type!r}, unknown to the installed transformers; "
             "update transformers, or use another model"
         )
+    _check_numbers(data, folder / "config.json")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(_plain(data))
+        with bounded("it", seconds=PLAN_SECONDS, memory=PLAN_BYTES):
+            config = CONFIG_MAPPING[model_type].from_dict(_plain(data))
     except Exception as error:
         raise ModelError(
             f"{folder / 'config.json'} does not describe a {model_type} model: {error}"
@@ -253,16 +267,71 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` without the keys by which a config could choose an implementation or a dtype."""
+    """``value`` without the keys that choose an implementation or a dtype, or belong to classifiers."""
     if isinstance(value, dict):
-        banned = ("attn_implementation", "experts_implementation", "dtype", "torch_dtype")
+        banned = (
+            *("attn_implementation", "experts_implementation", "dtype", "torch_dtype"),
+            *("num_labels", "id2label", "label2id"),
+        )
         return {k: _plain(v) for k, v in value.items() if not k.startswith("_") and k not in banned}
     return value
+
+
+def _check_numbers(value: Any, where: Path, key: str = "", listed: bool = False) -> None:
+    """Refuse counts that would be unrolled into lists and modules without end."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_numbers(item, where, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check_numbers(item, where, key, listed=True)
+    elif isinstance(value, int):
+        layers = "layer" in key.lower() and not listed
+        most = MAX_LAYERS if layers else MAX_LISTED if listed else MAX_NUMBER
+        if abs(value) > most:
+            raise ModelError(f"{where} asks for {key} {value:.6g}; at most {most} are allowed")
+
+
+@contextmanager
+def _few_modules(tensors: int, folder: Path) -> Iterator[None]:
+    """Stop the building of a model that has far more modules than its files have tensors."""
+    most = 1000 + 50 * tensors
+    made = 0
+
+    def count(*_: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ModelError(
+                f"config.json in {folder} describes a model of more than {most} modules, "
+                f"but the weights beside it hold {tensors} tensors: the two do not fit each other"
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        with bounded(f"the model in {folder}", seconds=PLAN_SECONDS, memory=PLAN_BYTES):
+            yield
+    finally:
+        hook.remove()
+
+
+def _check_derived(plan: nn.Module, shapes: dict[str, list[int]], where: Path) -> None:
+    """Refuse tables that no file holds (masks, rotary angles) when they are out of all proportion."""
+    derived = sum(
+        buffer.numel() * buffer.element_size() for name, buffer in plan.named_buffers() if name not in shapes
+    )
+    if derived > MAX_DERIVED_BYTES:
+        raise ModelError(
+            f"the model in {where} needs {derived / 1e9:.1f} GB for tables that it computes itself, "
+            f"at most {MAX_DERIVED_BYTES / 1e9:.1f} GB are allowed; see max_position_embeddings"
+        )
 
 
 def _build(factory: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         model: nn.Module = factory.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"cannot build a causal LM from a {config.model_type} config: {error}") from error
     return model

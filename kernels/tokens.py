@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from barnraise.kernels.models import ModelError, read_json
+from barnraise.protocol.limits import bounded
 from barnraise.protocol.spec import EnvironmentSpec
 
 TOKENIZER_FILES = (
@@ -22,6 +23,12 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+# A tokenizer and its template come with the run. Real ones take a few seconds and 200 MB, and milliseconds.
+READ_SECONDS = 120.0
+READ_BYTES = 4 * 1024**3
+TEMPLATE_SECONDS = 5.0
+TEMPLATE_BYTES = 1024**3
+MAX_PROMPT = 4 * 1024**2  # characters
 
 
 class Codec:
@@ -71,7 +78,14 @@ class Codec:
         if self._environment.system_prompt:
             messages.insert(0, {"role": "system", "content": self._environment.system_prompt})
         try:
-            text: str = self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            with bounded("it", seconds=TEMPLATE_SECONDS, memory=TEMPLATE_BYTES):
+                text: str = self._chat.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+            if len(text) > MAX_PROMPT:
+                raise ModelError(
+                    f"it makes a text of {len(text)} characters, at most {MAX_PROMPT} are allowed"
+                )
         except Exception as error:  # a template is a program of the model's author: whatever it raises
             raise ModelError(f"the model's chat template fails on {prompt[:40]!r}: {error}") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -86,8 +100,11 @@ def _read_tokenizer(folder: Path) -> Any:
             "(save it with transformers' AutoTokenizer.save_pretrained)"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the bindings raise plain Exception
+        with bounded("it", seconds=READ_SECONDS, memory=READ_BYTES):
+            tokenizer = Tokenizer.from_file(str(path))
+    except BaseException as error:  # the bindings raise plain Exception, or PanicException, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -118,7 +135,8 @@ def _chat_tokenizer(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        with bounded("it", seconds=READ_SECONDS, memory=READ_BYTES):
+            chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not chat.chat_template:

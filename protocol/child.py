@@ -41,6 +41,7 @@ _REQUEST, _CANCEL, _EVENT, _REPLY, _ERROR, _FATAL, _MEMORY = range(1, 8)
 _PIPE_BYTES = 1024 * 1024
 _WRITE_TIMEOUT_S = 60.0  # the child's reader thread always reads; longer means that it is stopped
 _PR_SET_PDEATHSIG = 1
+_OOM_SCORE = 800  # of 1000: before nearly everything else on the machine
 
 
 class ChildOutOfMemoryError(ChildError):
@@ -392,6 +393,7 @@ def serve(handle: Handle, request_types: Any) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
+    _die_first()
     sys.stdout.flush()
     incoming, outgoing = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -497,3 +499,11 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _die_first() -> None:
+    """Where memory runs out, let the kernel end this process, which is made anew, first of all."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        if int(file.read()) < _OOM_SCORE:
+            file.seek(0)
+            file.write(f"{_OOM_SCORE}\n")

@@ -18,21 +18,20 @@ import inspect
 import json
 import math
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from types import FrameType
 from typing import Any, Literal
 
 from barnraise.protocol.environments import Task, TaskError, is_held_out
+from barnraise.protocol.limits import bounded
 
 MAX_TEXT = 256 * 1024
 MAX_ANSWER = 4096
 SCORE_SECONDS = 2.0
+DRAW_SECONDS = 20.0  # the settings come from the run: they may ask for more than anybody has
+WORK_BYTES = 2 * 1024**3
 _DRAWS = 512  # the rarer side is one task in eight: (7/8)^512 is 1e-30
 
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify|parse_latex|__import__)\s*\(")
@@ -53,10 +52,6 @@ _NOT_REPRODUCIBLE = frozenset(
 )
 _NUMBER = re.compile(r"(?:(?<![\w).])-)?\d[\d,]*(?:\.\d+)?")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-
-
-class _TooSlow(BaseException):
-    """Not an ``Exception``: scorers catch those and would go on."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +87,9 @@ class Gym:
                 return 0.0
             if self.scoring == "exact":
                 return float(given == reference.strip())
-            with _deadline(SCORE_SECONDS):
+            with bounded("scoring", seconds=SCORE_SECONDS, memory=WORK_BYTES):
                 score = float(dataset.score_answer(given, entry))
-        except (Exception, _TooSlow):  # a scorer may raise anything at all on a stranger's answer
+        except Exception:  # a scorer may raise anything at all on a stranger's answer
             return 0.0
         return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
 
@@ -103,7 +98,8 @@ def build_gym(name: str, settings: Mapping[str, Any]) -> Gym:
     """Check that the generator exists, takes ``settings`` and scores safely.
 
     Raises:
-        TaskError: it does not; or ``reasoning-gym`` is missing or of another version.
+        TaskError: it does not; or ``reasoning-gym`` is missing or of another version; or
+            one task takes absurdly long or much memory (``LimitError`` when a later one does).
     """
     try:
         import reasoning_gym
@@ -140,8 +136,9 @@ def build_gym(name: str, settings: Mapping[str, Any]) -> Gym:
 
     @functools.lru_cache(maxsize=64)
     def draw(seed: int) -> tuple[Any, Mapping[str, Any]]:
-        dataset = reasoning_gym.create_dataset(name, size=1, seed=seed, **config)
-        return dataset, dataset[0]
+        with bounded(f"one task of environment {name!r}", seconds=DRAW_SECONDS, memory=WORK_BYTES):
+            dataset = reasoning_gym.create_dataset(name, size=1, seed=seed, **config)
+            return dataset, dataset[0]
 
     try:
         draw(0)
@@ -184,25 +181,3 @@ def _evaluates_answers(dataset_class: type) -> bool:
         return any(_EVALUATES.search(inspect.getsource(module)) for module in (scorer, own) if module)
     except (OSError, TypeError):
         return True
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt a scorer that hangs. Signals reach the main thread only, where our children score."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def expire(_signal: int, _frame: FrameType | None) -> None:
-        raise _TooSlow
-
-    previous = signal.signal(signal.SIGALRM, expire)
-    # Again and again, in case the first one lands where it is swallowed.
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 4)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, previous)
-        if timer[0] > 0:
-            signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -304,3 +304,12 @@ def test_tasks_do_not_depend_on_the_hash_seed_of_a_process() -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
+
+
+def test_settings_that_ask_for_more_than_anybody_has_are_refused_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks_gym, "DRAW_SECONDS", 1.0)
+    settings = {"min_terms": 10**9, "max_terms": 10**9}
+    with pytest.raises(TaskError, match=r"chain_sum.*(longer than 1 s|GB of memory)"):
+        tasks_gym.build_gym("chain_sum", settings)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner_support import make_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTNeoConfig, LlamaConfig, T5Config
 
 from barnraise.kernels.models import ModelError, Policy, load_policy, save_weights, swap_weights
 from barnraise.protocol.errors import StorageError
@@ -183,6 +183,55 @@ def test_a_giant_config_is_refused_before_any_weight_is_allocated(tmp_path: Path
     write(tmp_path, LlamaConfig(**SMALL))
     edit_config(tmp_path, vocab_size=2**40)
     with pytest.raises(ModelError, match="of another shape"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers 1e\\+10; at most 4096"),
+        ({"num_hidden_layers": 4096}, "more than 2050 modules, but the weights beside it hold 21 tensors"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer 1e\\+09"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1e\\+09"),
+        ({"hidden_size": 2**62}, "hidden_size 4.6.*at most"),
+        (
+            {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 10**9]], "num_layers": 2},
+            "attention_types 1e\\+09",
+        ),
+    ],
+)
+def test_a_config_that_unrolls_without_end_is_refused_quickly_and_by_name(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    write(tmp_path, LlamaConfig(**SMALL))
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_policy(tmp_path)
+
+
+def test_labels_of_a_classifier_are_not_unrolled(tmp_path: Path) -> None:
+    write(tmp_path, LlamaConfig(**SMALL))
+    edit_config(tmp_path, num_labels=10**9)
+    load_policy(tmp_path)
+
+
+def test_tables_out_of_all_proportion_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    config = GPTNeoConfig(
+        hidden_size=2,
+        num_heads=1,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=16,
+        vocab_size=8,
+    )
+    write(tmp_path, config)
+    long = 2**17
+    edit_config(tmp_path, max_position_embeddings=long)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.wpe.weight"] = torch.zeros(long, 2)
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"34\.4 GB for tables that it computes itself"):
         load_policy(tmp_path)
 
 

@@ -95,3 +95,37 @@ def test_a_template_that_raises_is_a_clear_error(tmp_path: Path) -> None:
     write(tmp_path, chat_template="{{ raise_exception('no system role') }}")
     with pytest.raises(ModelError, match=r"template fails on 'two'.*no system role"):
         Codec(tmp_path, environment("chat")).encode_prompt("two")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            f"{{% for a in range(90000) %}}{'{% for b in range(90000) %}{% endfor %}'}{{% endfor %}}",
+            "longer than",
+        ),
+        ("{{ 'a' * 10**11 }}", "more memory|GB of memory|longer than"),
+        ("{{ 'a' * 10**7 }}", "10000000 characters"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|template fails"),
+        ("{% include '/etc/passwd' %}", "template fails"),
+        ("{{ cycler.__init__.__globals__.os.system('false') }}", "unsafe|template fails"),
+    ],
+)
+def test_a_hostile_template_ends_in_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr("barnraise.kernels.tokens.TEMPLATE_SECONDS", 3.0)
+    write(tmp_path, chat_template=template)
+    with pytest.raises(ModelError, match=message):
+        Codec(tmp_path, environment("chat")).encode_prompt("two")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 200_000, '{"model": ' * 5_000, "\0" * 1000, '{"added_tokens": [{"id": 99999999999}]}', "null"],
+)
+def test_a_hostile_tokenizer_file_ends_in_a_clear_error(tmp_path: Path, text: str) -> None:
+    write(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match="is not a tokenizer"):
+        Codec(tmp_path, environment())
