@@ -20,6 +20,7 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionPublished
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.ledger_log import manifest_digest
+from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import run_complete
 from barnraise.coordinator.state import SETTLED
@@ -76,7 +77,9 @@ class LearnBelt:
             manifest = open_signed(signed, Manifest, self.core.spec.operator)
             files = publisher.version_files(self.run_folder, self.core.spec, info.version, info.weights)
             if all(path.is_file() for path in files.values()):
-                await self.core.offload(partial(publisher.serve, self.store, manifest, files))
+                await self.core.offload(
+                    partial(publisher.serve, self.run_folder, self.store, manifest, files)
+                )
             if info.version == state.head:
                 self.hub.set_head(info.version, signed)
 
@@ -131,6 +134,7 @@ class LearnBelt:
                 core.sign,
                 now,
                 self.shard_size,
+                self._previous(),
             )
         )
         published = VersionPublished(
@@ -146,6 +150,15 @@ class LearnBelt:
         self.hub.set_head(version, signed)
         self.announce(_line(published))
         await self._clean_up()
+
+    def _previous(self) -> Previous | None:
+        """The head, as what the next version's patch begins with; None if it cannot be had."""
+        info = self.core.state.versions[-1] if self.core.state.versions else None
+        signed = None if info is None else self.core.journal.manifest(info.version)
+        if info is None or signed is None:
+            return None
+        files = publisher.version_files(self.run_folder, self.core.spec, info.version, info.weights)
+        return Previous(open_signed(signed, Manifest, self.core.spec.operator), files)
 
     async def _clean_up(self) -> None:
         """Drop payloads and checkpoints that nothing needs any more."""

@@ -13,7 +13,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE
+from barnraise.coordinator.patching import Previous, offer_patches, patch_places
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards
@@ -44,8 +47,11 @@ def publish(
     sign: Callable[[Message], Signed],
     now_ms: int,
     shard_size: int = MAX_SHARD,
+    previous: Previous | None = None,
 ) -> tuple[Signed, Manifest]:
     """Cut a version into shards that ``store`` serves, and sign its manifest.
+
+    With ``previous``, the version before, patches from it are made and offered too.
 
     Raises:
         RunFolderError: a file of the checkpoint is missing, or an asset is not the one that the spec pins.
@@ -66,14 +72,20 @@ def publish(
         ) from None
     except OSError as error:
         raise StorageError(f"cannot read checkpoint {version} of {run_folder}: {error}") from error
-    serve(store, manifest, files)
+    if previous is not None:
+        patches = offer_patches(run_folder, manifest, files, previous)
+        manifest = msgspec.structs.replace(manifest, patches=patches)
+    serve(run_folder, store, manifest, files)
     return sign(manifest), manifest
 
 
-def serve(store: DiskStore, manifest: Manifest, files: dict[str, Path]) -> None:
+def serve(run_folder: Path, store: DiskStore, manifest: Manifest, files: dict[str, Path]) -> None:
     """Offer a manifest's shards out of the files that they were cut from."""
     for entry in manifest.files:
         store.adopt(files[entry.path], entry_shards(entry, manifest.shard_size))
+    for patch, path in patch_places(run_folder, manifest):
+        if path.is_file():
+            store.adopt(path, entry_shards(patch, manifest.shard_size))
 
 
 def prune(run_folder: Path, store: DiskStore, keep_from: int) -> list[int]:

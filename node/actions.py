@@ -84,7 +84,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
     def progress(done: int, total: int) -> None:
         nonlocal transfer, spoken
         now = trio.current_time()
-        if transfer is None:
+        if transfer is None or transfer.total != total:  # patches first, whole files if those fail
             transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
         transfer.done = done
         scope.deadline = now + patience

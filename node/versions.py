@@ -4,14 +4,18 @@
 manifest. Shards come from the store, then live in the assembled files alone: the
 store adopts them there, so that nothing lies on the disk twice once a version is
 complete. What a crash leaves is resumed from: shards in the store and in damaged
-version folders are re-hashed, and only the rest is fetched (R23).
+version folders are re-hashed, and only the rest is fetched (R23). Where the manifest
+offers a patch from a version on disk, the patch is fetched instead
+(``barnraise.node.patching``); it stays in ``v000012.patches`` and is served on.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +23,16 @@ from pathlib import Path
 
 import trio
 
+from barnraise.node.patching import (
+    PATCHES,
+    Route,
+    apply_route,
+    patch_path,
+    patches_folder,
+    plan,
+    route_patches,
+    write_patch,
+)
 from barnraise.node.weights import Fetcher
 from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import BarnraiseError, StorageError
@@ -29,6 +43,7 @@ from barnraise.protocol.manifest import (
     folder_matches,
     manifest_bytes,
     manifest_shards,
+    patch_shards,
     remove_parts,
     version_name,
 )
@@ -37,6 +52,8 @@ from barnraise.protocol.shards import off_loop
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.wire import decode, encode
+
+log = logging.getLogger(__name__)
 
 KEEP = 3
 _VERSION = re.compile(r"v([0-9]{6,10})")
@@ -69,6 +86,9 @@ class Versions:
             remove_parts(folder)
             for path in folder.glob(f"{_TRASH}*"):
                 shutil.rmtree(path, ignore_errors=True)
+            for path in folder.glob(f"v*{PATCHES}"):  # of a version that was never finished
+                if not path.with_name(path.name.removesuffix(PATCHES)).is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
             for version in self.on_disk():
                 manifest = self._saved_manifest(version)
                 if manifest is not None:
@@ -97,10 +117,10 @@ class Versions:
     ) -> Path:
         """Return the folder with the version that the signed manifest describes, fetching what is missing.
 
-        ``progress(done, total)`` counts bytes that are verified and on disk. One
-        call at a time runs, others wait. Cancelled, it loses nothing: shards stay
-        in the store. Other versions beyond the newest ``keep`` are deleted at the
-        end unless held.
+        ``progress(done, total)`` counts bytes that are verified and on disk: of the
+        files, or of patches while those are fetched instead. One call at a time runs,
+        others wait. Cancelled, it loses nothing: shards stay in the store. Other versions
+        beyond the newest ``keep`` are deleted at the end unless held.
 
         Raises:
             SignatureError, MalformedError: the manifest is not to be believed.
@@ -144,8 +164,76 @@ class Versions:
             missing = await off_loop(
                 size, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
             )
-            self._store.ensure_room(sum(missing.values()), scratch=size)
-            done = total - sum(missing.values())
+            with self._scratch(manifest) as scratch:
+                ready, fetched = await self._patched(manifest, missing, fetcher, scratch, progress)
+                rest = [entry for entry in manifest.files if entry.path not in ready]
+                needed = {digest for entry in rest for digest in entry.shards}
+                missing = {d: n for d, n in missing.items() if d in needed}
+                if ready and not missing:
+                    total = fetched
+                self._store.ensure_room(sum(missing.values()), scratch=sum(e.size for e in rest))
+                done = total - sum(missing.values())
+                progress(done, total)
+
+                def received(more: int) -> None:
+                    nonlocal done
+                    done += more
+                    progress(done, total)
+
+                await fetcher.fetch(manifest, missing, received)
+                folder = self.path(manifest.version)
+                await off_loop(size, lambda: assemble(manifest, self._store.get, folder, ready))
+        await off_loop(size, lambda: self._settle(signed, manifest))
+        progress(total, total)
+
+    async def _patched(
+        self,
+        manifest: Manifest,
+        missing: dict[bytes, int],
+        fetcher: Fetcher,
+        scratch: Path,
+        progress: Callable[[int, int], None],
+    ) -> tuple[dict[str, Path], int]:
+        """Files made in ``scratch`` by patch, by name, and the patches' size in bytes.
+
+        No files if there is no patch, or it was of no use.
+        """
+        held = {}
+        for base in {patch.base_version for patch in manifest.patches} & set(self.on_disk()):
+            saved = self._saved_manifest(base)
+            if saved is not None:
+                held[base] = saved
+        routes = plan(manifest, held, missing)
+        if not routes:
+            return {}, 0
+        try:
+            total = await self._fetch_patches(manifest, routes, fetcher, progress)
+            return await self._apply(manifest, routes, scratch, lambda: progress(total, total)), total
+        except BarnraiseError as error:
+            log.warning("version %d is fetched whole, its patch was of no use: %s", manifest.version, error)
+            self._drop_patches(self.path(manifest.version))
+            return {}, 0
+
+    async def _fetch_patches(
+        self,
+        manifest: Manifest,
+        routes: tuple[Route, ...],
+        fetcher: Fetcher,
+        progress: Callable[[int, int], None],
+    ) -> int:
+        """Bring the patch files to disk, whole and checked; return their size in bytes."""
+        patches = route_patches(routes)
+        shards = dict(patch_shards(patches, manifest.shard_size))
+        total = done = sum(shards.values())
+        owner = f"fetch patches of {version_name(manifest.version)}"
+        self._store.pin(owner, shards)
+        try:
+            missing = await off_loop(
+                total, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
+            )
+            room = total + sum(route.entry.size for route in routes)
+            self._store.ensure_room(sum(missing.values()), scratch=room)
+            done -= sum(missing.values())
             progress(done, total)
 
             def received(more: int) -> None:
@@ -154,9 +242,77 @@ class Versions:
                 progress(done, total)
 
             await fetcher.fetch(manifest, missing, received)
-            await off_loop(size, lambda: assemble(manifest, self._store.get, folder))
-        await off_loop(size, lambda: self._settle(signed, manifest))
-        progress(total, total)
+            folder = self.path(manifest.version)
+
+            def keep() -> None:
+                for patch in patches:
+                    path = patch_path(folder, patch)
+                    write_patch(patch, manifest.shard_size, self._store.get, path)
+                    self._store.adopt(path, entry_shards(patch, manifest.shard_size))
+
+            await off_loop(total, keep)
+        finally:
+            self._store.unpin(owner)
+        return total
+
+    async def _apply(
+        self,
+        manifest: Manifest,
+        routes: tuple[Route, ...],
+        scratch: Path,
+        alive: Callable[[], None],
+    ) -> dict[str, Path]:
+        total = sum(route.entry.size for route in routes)
+        done = 0
+
+        def observe(more: int) -> None:  # in the worker thread
+            nonlocal done
+            done += more
+
+        def apply() -> dict[str, Path]:
+            folder = self.path(manifest.version)
+            for route in routes:
+                target = scratch / route.entry.path
+                apply_route(route, self.folder, folder, target, manifest.shard_size, observe)
+            return {route.entry.path: scratch / route.entry.path for route in routes}
+
+        async def tell() -> None:
+            told = 0
+            while True:
+                await trio.sleep(1.0)
+                if done > told:  # silence is for the caller to judge
+                    told = done
+                    alive()
+
+        made: dict[str, Path] = {}
+        failure: BarnraiseError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell)
+            try:
+                made = await off_loop(total, apply)
+            except BarnraiseError as error:  # raised outside, where no group wraps it
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return made
+
+    @contextmanager
+    def _scratch(self, manifest: Manifest) -> Iterator[Path]:
+        """A folder for files in the making; what a crash leaves of it goes at the next opening."""
+        try:
+            name = tempfile.mkdtemp(prefix=f".{version_name(manifest.version)}.part-", dir=self.folder)
+        except OSError as error:
+            raise StorageError(f"cannot write to {self.folder}: {error}") from error
+        try:
+            yield Path(name)
+        finally:
+            shutil.rmtree(name, ignore_errors=True)
+
+    def _drop_patches(self, version_folder: Path) -> None:
+        folder = patches_folder(version_folder)
+        self._store.disown(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _settle(self, signed: Signed, manifest: Manifest) -> None:
         path = self._manifest_path(manifest.version)
@@ -175,6 +331,10 @@ class Versions:
         folder = self.path(manifest.version)
         for entry in manifest.files:
             self._store.adopt(folder / entry.path, entry_shards(entry, manifest.shard_size))
+        for patch in manifest.patches:
+            path = patch_path(folder, patch)
+            if path.is_file():
+                self._store.adopt(path, entry_shards(patch, manifest.shard_size))
 
     def _prune(self, current: int) -> None:
         """Delete old versions, and what abandoned downloads left in the store."""
@@ -185,6 +345,7 @@ class Versions:
             folder = self.path(version)
             self._whole.pop(version, None)
             self._store.disown(folder)
+            self._drop_patches(folder)
             self._manifest_path(version).unlink(missing_ok=True)
             trash = self.folder / f"{_TRASH}{folder.name}"
             try:
