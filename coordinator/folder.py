@@ -53,6 +53,7 @@ _MAX_SPEC = 1024 * 1024
 _ASSET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _ASSET_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _NOT_ASSETS = frozenset({"state.json", "model.safetensors.index.json", "trainer_state.json"})
+_VERSION = re.compile(r"v[0-9]{6,10}")
 _MAX_HEADER = 100 * 1024 * 1024
 
 
@@ -231,7 +232,21 @@ def open_run(folder: Path) -> Iterator[Run]:
             f"{folder} has no checkpoint of version 0: restore it from a backup, or make a new run"
         )
     with _locked(folder):
+        _check_journal(folder)
         yield Run(folder, spec, signed, identifier, identity)
+
+
+def _check_journal(folder: Path) -> None:
+    """A run that has lost its journal must not quietly begin again: credit and ledger would be gone."""
+    journal = folder / "state.sqlite"
+    if journal.is_file() and journal.stat().st_size > 0:
+        return
+    begun = sorted(path.name for path in (folder / "checkpoints").iterdir() if _VERSION.fullmatch(path.name))
+    if begun and begun[-1] != checkpoint_folder(folder, 0).name:
+        raise RunFolderError(
+            f"{journal} is missing or empty, though the run has come to {begun[-1]}: restore it from a "
+            "backup (it holds the ledger and everybody's credit), or make a new run"
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import trio
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import WorkerSetup
-from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.libp2p_network import open_libp2p
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,13 @@ def run_from_folder(
         try:
             trio.run(_main, run, tuple(listen), threads)
         except BaseExceptionGroup as group:
-            raise _innermost(group) from group
+            error = _innermost(group)
+            if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
+                raise RunFolderError(
+                    f"{folder} holds something that this barnraise cannot read ({error}): it is damaged, or "
+                    "another release made it; use that release, or restore the folder from a backup"
+                ) from group
+            raise error from group
     return 0
 
 

@@ -50,12 +50,13 @@ from barnraise.protocol.messages import (
     SubmitRequest,
 )
 from barnraise.protocol.network import Stream
-from barnraise.protocol.session import ServerSession
+from barnraise.protocol.session import Intake, ServerSession
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger(__name__)
 
 JOIN_WITHIN_MS = 15_000
+RENAME_AFTER_MS = 600_000
 RECEIPTS_GIVEN = 256
 THREAD_BYTES = 128 * 1024  # hashing and verifying more than this would be felt by everybody else
 NOTICE_GRACE_S = 1.0
@@ -78,6 +79,7 @@ class Sessions:
         self._signed_spec = signed_spec
         self._rng = rng
         self._leases_per_node = leases_per_node
+        self._intake = Intake()
         self._ending, self._to_end = trio.open_memory_channel[tuple[Live, str]](math.inf)
 
     async def serve(self, stream: Stream) -> None:
@@ -87,7 +89,7 @@ class Sessions:
             await stream.reset()
             return
         handle: Callable[[Message], Awaitable[Message]] = lambda message: self._handle(live, message)  # noqa: E731
-        session = ServerSession(stream, handle)
+        session = ServerSession(stream, handle, intake=self._intake)
         live = Live(session, stream.peer_id, self._core.now_ms())
         self._hub.add(live)
         try:
@@ -157,8 +159,11 @@ class Sessions:
                 log.warning("two live nodes use the key of %s: the newer one keeps it", name)
                 self._hub.notify_duplicate(previous, live)
             self._ending.send_nowait((previous, "replaced by a newer session of the same key"))
-        if node is None or node.name != name:
-            joined = NodeJoined(node=message.public_key, name=name, at_ms=self._core.now_ms())
+        now = self._core.now_ms()
+        # Names lie in the public ledger for ever: a node cannot fill it by calling itself ever new ones.
+        renamed = node is not None and node.name != name and now - node.named_at >= RENAME_AFTER_MS
+        if node is None or renamed:
+            joined = NodeJoined(node=message.public_key, name=name, at_ms=now)
             try:
                 await self._core.record([joined])
             except StorageError as error:

@@ -62,6 +62,7 @@ class Node:
     leases: dict[bytes, None] = field(default_factory=dict)  # open or timed out, oldest first
     last_duration: int = 0  # ms from lease to submission
     last_verdict: Verdict | None = None
+    named_at: int = 0
 
 
 @dataclass(slots=True)
@@ -234,9 +235,9 @@ def _node_joined(state: State, event: NodeJoined) -> None:
     _require(bool(state.run_id), "the run is not open")
     node = state.nodes.get(event.node)
     if node is None:
-        state.nodes[event.node] = Node(event.node, event.name, event.at_ms)
+        state.nodes[event.node] = Node(event.node, event.name, event.at_ms, named_at=event.at_ms)
     else:
-        node.name = event.name
+        node.name, node.named_at = event.name, event.at_ms
 
 
 def _lease_issued(state: State, event: LeaseIssued) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar, cast
 
 import trio
@@ -38,18 +39,61 @@ MAX_OUTBOX = 256
 MAX_OUTBOX_BYTES = 32 * 1024 * 1024
 MAX_IN_FLIGHT = 32
 MAX_WAITING_PUSHES = 1024
+MAX_INTAKE = 1024 * 1024 * 1024  # bytes, all sessions of a coordinator together
+_LARGE = 64 * 1024
 
 
 def _id(message: Message) -> int:
     return cast(int, message.id)  # type: ignore[attr-defined]  # every request and reply has one
 
 
+class Intake:
+    """The memory that what sessions have received, and not yet answered, may take together.
+
+    When it is full, sessions are ended whose large message has been arriving for
+    longest: whoever drips makes room for whoever sends.
+    """
+
+    def __init__(self, most: int = MAX_INTAKE) -> None:
+        self.held = 0
+        self._most = most
+        self._arriving: dict[ServerSession, int] = {}  # bytes of an unfinished message, the oldest first
+
+    def received(self, session: ServerSession, size: int) -> None:
+        """``size`` more bytes of a message have arrived."""
+        self.held += size
+        self._arriving[session] = self._arriving.get(session, 0) + size
+        if self.held > self._most:
+            self._make_room()
+
+    def finished(self, session: ServerSession) -> int:
+        """The message is whole; returns its bytes, which count until they are given to ``answered``."""
+        return self._arriving.pop(session, 0)
+
+    def answered(self, size: int) -> None:
+        """A message of ``size`` bytes is of no more use."""
+        self.held -= size
+
+    def ended(self, session: ServerSession) -> None:
+        """The session is over, and what it was sending gone."""
+        self.held -= self._arriving.pop(session, 0)
+
+    def _make_room(self) -> None:
+        for session, size in tuple(self._arriving.items()):
+            if self.held <= self._most:
+                return
+            if size >= _LARGE:
+                self.ended(session)
+                session.close("its message arrived more slowly than others', and memory for them was full")
+
+
 class _Watched:
     """A stream whose every read must bring something within ``idle_s``."""
 
-    def __init__(self, stream: Stream, idle_s: float) -> None:
+    def __init__(self, stream: Stream, idle_s: float, received: Callable[[int], None]) -> None:
         self._stream = stream
         self._idle_s = idle_s
+        self._received = received
 
     @property
     def peer_id(self) -> str:
@@ -57,7 +101,9 @@ class _Watched:
 
     async def read(self, limit: int) -> bytes:
         with trio.move_on_after(self._idle_s):
-            return await self._stream.read(limit)
+            data = await self._stream.read(limit)
+            self._received(len(data))
+            return data
         raise PeerError(f"{self.peer_id} sent nothing for {self._idle_s:.0f} s")
 
     async def write(self, data: bytes) -> None:
@@ -269,6 +315,7 @@ class ServerSession:
     ``RefusedError`` from ``handle`` becomes a ``Refusal``; any other exception is
     logged and becomes a ``Refusal`` with code ``"internal-error"``. More than
     ``MAX_IN_FLIGHT`` requests under way at once are refused with code ``"busy"``.
+    Sessions that share an ``intake`` share its memory.
     """
 
     def __init__(
@@ -278,8 +325,10 @@ class ServerSession:
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         outbox: int = MAX_OUTBOX,
+        intake: Intake | None = None,
     ) -> None:
-        self._stream = _Watched(stream, idle_timeout_s)
+        self._intake = intake or Intake()
+        self._stream = _Watched(stream, idle_timeout_s, partial(self._intake.received, self))
         self._handle = handle
         self._outbox = _Outbox(self._stream, outbox)
         self._scope = trio.CancelScope()
@@ -308,6 +357,7 @@ class ServerSession:
             level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
             log.log(level, "session with %s ended: %s", self.peer_id, error)
         finally:
+            self._intake.ended(self)
             self.reason = self.reason or "cancelled"
             await _finish(self._stream, clean)
 
@@ -340,16 +390,18 @@ class ServerSession:
                 message = await reader.receive()
             if scope.cancelled_caught:
                 raise PeerError(f"a message took longer than {MESSAGE_TIMEOUT_S:.0f} s to arrive")
+            size = self._intake.finished(self)
             if message is None:
                 return
             if self._in_flight >= MAX_IN_FLIGHT:
+                self._intake.answered(size)
                 text = f"{self._in_flight} requests of this session are under way: wait for their replies"
                 self.push(Refusal(id=_id(message), code="busy", message=text))
                 continue
             self._in_flight += 1
-            nursery.start_soon(self._answer, message)
+            nursery.start_soon(self._answer, message, size)
 
-    async def _answer(self, message: Message) -> None:
+    async def _answer(self, message: Message, size: int) -> None:
         try:
             reply = await self._handle(message)
         except RefusedError as error:
@@ -360,6 +412,7 @@ class ServerSession:
             reply = Refusal(id=_id(message), code="internal-error", message=text)
         finally:
             self._in_flight -= 1
+            self._intake.answered(size)
         try:
             self.push(reply)
         except MalformedError as error:

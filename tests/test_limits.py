@@ -24,6 +24,12 @@ def stubborn_loop() -> None:
             time.sleep(0.01)
 
 
+def nested() -> None:
+    with bounded("inner", seconds=30):
+        pass
+    loop()
+
+
 def test_a_loop_without_end_is_interrupted_with_its_name_and_the_limit() -> None:
     began = time.monotonic()
     error = r"the template takes longer than 0\.2 s here"
@@ -50,9 +56,7 @@ def test_a_memory_bomb_goes_off_inside_its_bounds_and_the_process_lives() -> Non
 def test_bounds_leave_no_trace_and_nest() -> None:
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     with pytest.raises(LimitError, match="outer"), bounded("outer", seconds=0.3, memory=10**9):
-        with bounded("inner", seconds=30):
-            pass
-        loop()
+        nested()
     with bounded("quick", seconds=5):
         pass
     assert signal.getsignal(signal.SIGALRM) == handler

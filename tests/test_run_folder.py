@@ -130,3 +130,21 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
 
 def test_presets_fit_into_messages() -> None:
     assert all(fits_a_message(preset) for preset in (demo(), smollm2(), generic()))
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_a_run_that_lost_its_journal_does_not_quietly_begin_again(tmp_path: Path, left: bytes | None) -> None:
+    folder = make_run(tmp_path)
+    with open_run(folder):
+        pass  # a run that never began needs none
+    (folder / "checkpoints" / "v000007").mkdir()
+    if left is not None:
+        (folder / "state.sqlite").write_bytes(left)
+    with (
+        pytest.raises(RunFolderError, match=r"state\.sqlite is missing or empty.*v000007.*backup"),
+        open_run(folder),
+    ):
+        pass
+    (folder / "state.sqlite").write_bytes(b"x")
+    with open_run(folder):
+        pass

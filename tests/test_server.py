@@ -482,6 +482,20 @@ async def test_a_name_with_control_characters_reaches_no_terminal(
         assert "\x1b" not in coordinator.state()["nodes"][0]["name"]
 
 
+async def test_a_node_cannot_fill_the_ledger_by_renaming_itself(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with stage(tmp_path) as (_, coordinator, ann):
+        size = coordinator.state()["ledger_size"]
+        for number in range(50):
+            await ann.join(name=f"ann {number}")
+        assert coordinator.state()["ledger_size"] == size
+        await trio.sleep(601)
+        await ann.join(name="ann again")
+        assert coordinator.state()["ledger_size"] == size + 1
+        assert coordinator.state()["nodes"][0]["name"] == "ann again"
+
+
 # --- restart
 
 

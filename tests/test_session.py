@@ -22,7 +22,7 @@ from barnraise.protocol.messages import (
     SubmitRequest,
 )
 from barnraise.protocol.network import Stream
-from barnraise.protocol.session import MAX_IN_FLIGHT, ServerSession, Session
+from barnraise.protocol.session import MAX_IN_FLIGHT, Intake, ServerSession, Session
 from barnraise.protocol.wire import frame
 
 Handle = Callable[[Message], Awaitable[Message]]
@@ -340,3 +340,56 @@ async def test_closing_by_the_client_ends_both_sides(
         await trio.sleep(1)
         assert servers[0].reason == "closed by the node"
         assert session.reason == "the session was closed"
+
+
+def submission(size: int) -> SubmitRequest:
+    return SubmitRequest(id=1, submission=Signed(payload=bytes(size), signer=bytes(32), signature=bytes(64)))
+
+
+async def test_slow_senders_of_large_messages_make_room_for_a_quick_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    intake = Intake(3_000_000)
+    servers: list[ServerSession] = []
+
+    async def serve(stream: Stream) -> None:
+        servers.append(ServerSession(stream, acknowledge, intake=intake))
+        await servers[-1].run()
+
+    async def acknowledge(message: Message) -> Message:
+        assert isinstance(message, SubmitRequest)
+        return Acknowledged(id=message.id, duplicate=False)
+
+    async with raw_pair(serve) as first, raw_pair(serve) as second, raw_pair(serve) as idle:
+        await idle.write(frame(submission(1000))[:500])
+        for slow in (first, second):
+            await slow.write(frame(submission(2_000_000))[:1_200_000])
+            await trio.sleep(1)
+        assert intake.held == 2_400_500
+        async with raw_pair(serve) as quick:
+            await quick.write(frame(submission(1_500_000)))
+            assert await quick.read(1000)
+        await trio.sleep(1)
+        assert ["slowly" in server.reason for server in servers] == [True, False, False, False]
+        assert intake.held == 1_200_500
+    await trio.sleep(1)
+    assert intake.held == 0
+
+
+async def test_what_is_being_answered_counts_until_it_is(autojump_clock: trio.testing.MockClock) -> None:
+    intake = Intake()
+
+    async def slowly(message: Message) -> Message:
+        await trio.sleep(10)
+        return await no_lease(message)
+
+    async def serve(stream: Stream) -> None:
+        await ServerSession(stream, slowly, intake=intake).run()
+
+    async with raw_pair(serve) as stream:
+        data = frame(lease_request()(1))
+        await stream.write(data)
+        await trio.sleep(5)
+        assert intake.held == len(data)
+        await trio.sleep(10)
+        assert intake.held == 0
