@@ -1,0 +1,185 @@
+"""Bandwidth caps: a token bucket that spreads bytes evenly, and trio tasks that wait for it (R12).
+
+``Bucket`` takes clock values in and has no clock of its own. Bytes pass in pieces of
+a sixty-fourth of a second's worth, and at most ``DEPTH_S`` of unused time is saved up:
+over any 5 s at most 4 % more than the cap passes. ``Pacer`` is the shell: waiters
+take turns piece by piece, so that streams share evenly; small urgent ones go first; and a
+cap that changes is obeyed by those that wait already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import trio
+
+MIN_RATE = 32_000  # bytes/s: below it nobody could tell us from a peer that has stalled
+MAX_RATE = 10**12
+DEPTH_S = 0.2
+SMALLEST_PIECE = 1024
+LARGEST_PIECE = 256 * 1024
+AHEAD_S = 2.0  # seconds' worth that may be asked of others before it has arrived
+_SLACK = 1.0  # bytes: rounding of clock values must not make a waiter wait for nothing
+
+
+class Bucket:
+    """Tokens for bytes: ``rate`` a second (None: no cap), saved up for ``DEPTH_S``. Times in seconds."""
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.rate = rate
+        self._tokens = 0.0
+        self._at = -math.inf  # when ``_tokens`` was right
+        self._full_at = 0.0  # when the bucket was, or will be, full
+
+    @property
+    def piece(self) -> int:
+        """How many bytes pass at a time."""
+        if self.rate is None:
+            return LARGEST_PIECE
+        return max(SMALLEST_PIECE, min(LARGEST_PIECE, int(self.rate) // 64))
+
+    def set_rate(self, rate: float | None, now: float) -> None:
+        """Change the cap from ``now`` on."""
+        self._fill(now)
+        self.rate = rate
+        self._tokens = min(self._tokens, self._depth())
+        self._full_at = now
+
+    def delay(self, size: int, now: float) -> float:
+        """Seconds until ``size`` bytes, at most a piece, may pass; 0 is now."""
+        if self.rate is None:
+            return 0.0
+        self._fill(now)
+        short = size - self._tokens
+        return 0.0 if short <= _SLACK else short / self.rate
+
+    def spend(self, size: int, now: float) -> None:
+        """``size`` bytes pass now."""
+        self._fill(now)
+        if self.rate is not None:
+            self._tokens -= size
+
+    def idle_s(self, now: float) -> float:
+        """For how long less than the cap has been asked for, up to now."""
+        if self.rate is None:
+            return math.inf
+        self._fill(now)
+        return now - self._full_at
+
+    def _depth(self) -> float:
+        return 0.0 if self.rate is None else max(self.rate * DEPTH_S, SMALLEST_PIECE)
+
+    def _fill(self, now: float) -> None:
+        depth = self._depth()
+        if self._at == -math.inf:
+            self._at, self._full_at, self._tokens = now, now, depth
+        if self.rate is not None:
+            if self._tokens < depth:
+                self._full_at = self._at + (depth - self._tokens) / self.rate
+            self._tokens = min(depth, self._tokens + self.rate * max(0.0, now - self._at))
+        self._at = max(now, self._at)
+
+
+class Pacer:
+    """Who may pass a ``Bucket`` next. Use from within trio.
+
+    Attributes:
+        total: bytes that have passed since the start.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self._bucket = Bucket(rate)
+        self._urgent: deque[_Waiter] = deque()
+        self._others: deque[_Waiter] = deque()
+        self.total = 0
+
+    @property
+    def rate(self) -> float | None:
+        """The cap in bytes/s; None: none."""
+        return self._bucket.rate
+
+    @property
+    def piece(self) -> int:
+        """How many bytes pass at a time: whoever reads or writes does it in pieces of this size."""
+        return self._bucket.piece
+
+    def set_rate(self, rate: float | None) -> None:
+        """Change the cap; whoever waits obeys it at once."""
+        self._bucket.set_rate(rate, trio.current_time())
+        self._wake_first()
+
+    async def take(self, size: int, *, urgent: bool = False) -> None:
+        """Return when ``size`` bytes may pass. Cancelled, what has not passed is not counted."""
+        while size > 0 and self._bucket.rate is not None:
+            part = min(size, self.piece)
+            await self._turn(part, urgent)
+            size -= part
+        self.total += size
+
+    def allows_more(self, outstanding: int, last_asked: float) -> bool:
+        """Whether to ask others for more while ``outstanding`` bytes have not arrived yet.
+
+        A reader that is slowed down does not slow a sender down before its window is
+        full, so what is asked for is bounded: to two seconds' worth, or to what keeps
+        the cap busy where each sender is slower than it. ``last_asked``: trio time.
+        """
+        rate = self._bucket.rate
+        if rate is None or outstanding == 0 or outstanding < rate * AHEAD_S:
+            return True
+        now = trio.current_time()
+        return now - last_asked >= 1.0 and self._bucket.idle_s(now) >= 1.0
+
+    def streams(self, most: int) -> int:
+        """How many streams, 1 to ``most``, can share the cap and each look alive to its receiver."""
+        rate = self._bucket.rate
+        return most if rate is None else max(1, min(most, int(rate / MIN_RATE)))
+
+    async def _turn(self, size: int, urgent: bool) -> None:
+        queue = self._urgent if urgent else self._others
+        waiter = _Waiter()
+        queue.append(waiter)
+        try:
+            await trio.lowlevel.checkpoint()  # others get their turn even when nobody has to wait
+            while True:
+                delay = math.inf
+                if self._first() is waiter:
+                    delay = self._bucket.delay(size, trio.current_time())
+                    if delay <= 0:
+                        break
+                with trio.move_on_after(delay):
+                    await waiter.event.wait()
+                waiter.event = trio.Event()
+            self._bucket.spend(size, trio.current_time())
+            self.total += size
+        finally:
+            queue.remove(waiter)
+            self._wake_first()
+
+    def _first(self) -> _Waiter | None:
+        queue = self._urgent or self._others
+        return queue[0] if queue else None
+
+    def _wake_first(self) -> None:
+        first = self._first()
+        if first is not None:
+            first.event.set()
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.event = trio.Event()
+
+
+def checked_rate(value: float | None) -> float | None:
+    """``value`` as a cap in bytes/s.
+
+    Raises:
+        ValueError: it is not None and not between ``MIN_RATE`` and ``MAX_RATE``.
+    """
+    if value is None or MIN_RATE <= value <= MAX_RATE:
+        return value
+    raise ValueError(
+        f"{value:g} bytes/s is no usable cap: at least {MIN_RATE * 8 / 1e6:.2f} Mbit/s, "
+        "below which others take a node for one that has stalled"
+    )

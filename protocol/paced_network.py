@@ -1,0 +1,130 @@
+"""Any network under bandwidth caps: what every stream carries, in both directions, passes two pacers (R12).
+
+Bulk transfers wait for everything else, so that a cap never delays heartbeats and
+receipts by more than a piece. Written bytes are held back before they are sent.
+Received ones are held back after they have arrived: a sender may be one window ahead
+on each stream (256 KiB on libp2p), so whoever fetches also bounds what it asks for
+(``Pacer.allows_more``).
+"""
+
+from __future__ import annotations
+
+import trio
+
+from barnraise.protocol.bandwidth import Pacer
+from barnraise.protocol.messages import SHARD_PROTOCOL
+from barnraise.protocol.network import Handler, Network, Stream
+
+BULK = frozenset({SHARD_PROTOCOL})
+_RESET_S = 2.0
+
+
+class PacedStream:
+    """A stream whose bytes wait for their turn; see ``barnraise.protocol.network.Stream``."""
+
+    def __init__(self, stream: Stream, up: Pacer, down: Pacer, *, urgent: bool) -> None:
+        self._stream = stream
+        self._up = up
+        self._down = down
+        self._urgent = urgent
+        self._held = b""  # arrived, and not yet handed on
+
+    @property
+    def peer_id(self) -> str:
+        """The peer's id."""
+        return self._stream.peer_id
+
+    async def read(self, limit: int) -> bytes:
+        """1 to ``limit`` bytes once they may pass, or ``b""`` at the end. Cancelling loses nothing."""
+        most = limit if self._down.rate is None else min(limit, self._down.piece)
+        if not self._held:
+            self._held = await self._stream.read(most)
+            await self._down.take(len(self._held), urgent=self._urgent)
+        data, self._held = self._held[:limit], self._held[limit:]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Send all of ``data``, piece by piece. Cancelled in the middle, the stream is reset."""
+        if self._up.rate is None and len(data) <= self._up.piece:
+            await self._up.take(len(data), urgent=self._urgent)
+            await self._stream.write(data)
+            return
+        view = memoryview(data)
+        sent = 0
+        try:
+            while sent < len(data):
+                part = bytes(view[sent : sent + self._up.piece])
+                await self._up.take(len(part), urgent=self._urgent)
+                await self._stream.write(part)
+                sent += len(part)
+        except trio.Cancelled:
+            if sent:  # half a message is no message
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + _RESET_S):
+                    await self._stream.reset()
+            raise
+
+    async def close(self) -> None:
+        """Close our side."""
+        await self._stream.close()
+
+    async def reset(self) -> None:
+        """Abandon both directions."""
+        await self._stream.reset()
+
+
+class PacedNetwork:
+    """``network`` under two caps; see ``barnraise.protocol.network.Network``.
+
+    Attributes:
+        up, down: the pacers; other transports of the same machine take from them, too.
+        beside: bytes received by those other transports, counted in ``bytes_in``.
+    """
+
+    def __init__(self, network: Network, up: Pacer, down: Pacer) -> None:
+        self._network = network
+        self.up = up
+        self.down = down
+        self.beside = 0
+
+    @property
+    def peer_id(self) -> str:
+        """Our own id."""
+        return self._network.peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others may reach us."""
+        return self._network.addresses
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received since the start, over all connections."""
+        return self._network.bytes_in + self.beside
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent since the start, over all connections."""
+        return self._network.bytes_out
+
+    def set_handler(self, protocol: str, handler: Handler) -> None:
+        """Serve ``protocol`` with streams under the caps."""
+
+        async def paced(stream: Stream) -> None:
+            await handler(self._paced(stream, protocol))
+
+        self._network.set_handler(protocol, paced)
+
+    async def connect(self, address: str) -> str:
+        """Connect to ``address`` and return the peer id there."""
+        return await self._network.connect(address)
+
+    async def open_stream(self, peer_id: str, protocol: str) -> PacedStream:
+        """Open a stream under the caps."""
+        return self._paced(await self._network.open_stream(peer_id, protocol), protocol)
+
+    def connected(self, peer_id: str) -> bool:
+        """Whether a connection to ``peer_id`` is open."""
+        return self._network.connected(peer_id)
+
+    def _paced(self, stream: Stream, protocol: str) -> PacedStream:
+        return PacedStream(stream, self.up, self.down, urgent=protocol not in BULK)
