@@ -80,7 +80,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def make_run(folder: Path, model: Path, **rollout: Any) -> Path:
+def make_run(folder: Path, model: Path, now_ms: int, **rollout: Any) -> Path:
     """Three letters of three, each right place rewarded: groups nearly always disagree."""
     base = demo()
     settings = replace(
@@ -102,7 +102,7 @@ def make_run(folder: Path, model: Path, **rollout: Any) -> Path:
         description="",
         model_name="small",
         seed=0,
-        now_ms=virtual_ms(),
+        now_ms=now_ms,
         identity=OPERATOR,
     )
     return folder
@@ -227,7 +227,7 @@ async def swarming(
     folder: Path, model: Path, *, seed: int = 0, learn_s: float = 1.0, latency_s: float = 0.02, **rollout: Any
 ) -> AsyncIterator[Swarm]:
     """A coordinator for the length of the block; then the ledger is exported and audited."""
-    path = make_run(folder / "run", model, **rollout)
+    path = make_run(folder / "run", model, virtual_ms(), **rollout)
     memory = MemorySwarm(latency_s=latency_s)
     with open_run(path) as run:
         setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(path), threads=1)

@@ -170,7 +170,7 @@ async def test_cancelling_reaches_the_handler_and_the_next_request_is_not_confus
 
             await worker.request(Do("until cancelled"), Done, on_event, events=Step)
         assert scope.cancelled_caught
-        with trio.fail_after(2):
+        with trio.fail_after(30):
             assert (await worker.request(Do("echo", b"abc"), Done)).data == b"abc"
 
 
@@ -178,7 +178,7 @@ async def test_a_busy_child_dies_at_once_when_its_pipe_closes(tmp_path: Path) ->
     async with child(tmp_path) as worker:
         with trio.CancelScope() as scope:
             await worker.request(Do("busy"), Done, lambda _: scope.cancel(), events=Step)
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             await worker.close(grace_s=4)
             assert "exit code 0" in await worker.wait()
 
@@ -189,7 +189,7 @@ async def test_an_idle_child_outlives_the_thread_pool_and_a_crash_is_noticed(tmp
         os.kill(worker.pid, signal.SIGINT)  # ignored: the parent decides
         await worker.request(Do("echo"), Done)
         os.kill(worker.pid, signal.SIGTERM)
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             assert "SIGTERM" in await worker.wait()
 
 
@@ -239,7 +239,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -70,7 +70,7 @@ async def test_a_viewer_sees_the_state_and_every_change(tmp_path: Path) -> None:
     async with daemon(path) as it, connect_control(path) as viewer, connect_control(path) as other:
         assert viewer.state == it.state
         assert await viewer.command("add", count=3) == {"accepted": 3}
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             assert (await viewer.wait_change())["accepted"] == 3
             assert (await other.wait_change())["accepted"] == 3
     assert not path.exists()
@@ -95,7 +95,7 @@ async def test_many_changes_are_pushed_at_most_five_times_a_second(tmp_path: Pat
                     pushes += 1
         assert 1 <= pushes <= 6
         last = it.state["accepted"]
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             while viewer.state["accepted"] != last:
                 await viewer.wait_change()
 
@@ -280,7 +280,7 @@ async def test_the_daemons_end_is_noticed(tmp_path: Path) -> None:
         )
         async with connect_control(path) as viewer:
             inner.cancel()
-            with trio.fail_after(5), pytest.raises(PeerError, match="the daemon has ended"):
+            with trio.fail_after(30), pytest.raises(PeerError, match="the daemon has ended"):
                 await viewer.wait_change()
             with pytest.raises(PeerError, match="the daemon has ended"):
                 await viewer.command("add", count=1)

@@ -23,7 +23,7 @@ from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.errors import ChildError
 
 
-async def test_a_child_makes_versions_and_a_killed_one_is_replaced(
+async def test_a_child_makes_versions_a_killed_one_is_replaced_and_a_refusal_costs_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup = make_run(tmp_path / "run", warm_up=50)
@@ -47,6 +47,11 @@ async def test_a_child_makes_versions_and_a_killed_one_is_replaced(
         assert learner.pid not in (None, first)
         assert "signal 9" in caplog.text
         assert await learner.initial() == initial
+        # A refusal is passed on, and costs no child.
+        second = learner.pid
+        with pytest.raises(ChildError, match="v000006 is missing"):
+            await learner.train(structs.replace(job, version=7))
+        assert learner.pid == second
     finally:
         await learner.close()
         await learner.close()
@@ -102,24 +107,11 @@ async def test_memory_that_runs_out_means_smaller_micro_batches(
     assert sizes == [learner_child.MICRO_BATCH_BYTES // 4**attempt for attempt in range(ATTEMPTS)]
 
 
-async def test_a_refusal_is_passed_on_and_costs_no_child(tmp_path: Path) -> None:
-    setup = make_run(tmp_path / "run", warm_up=50)
-    learner = ChildLearner(setup, tmp_path / "learner.log")
-    try:
-        job = structs.replace(next_job(setup, 1), version=7)
-        with pytest.raises(ChildError, match="v000006 is missing"):
-            await learner.train(job)
-        assert learner.pid is not None
-    finally:
-        await learner.close()
-
-
 async def test_a_run_that_cannot_be_trained_here_is_refused_once(tmp_path: Path) -> None:
     setup = make_run(tmp_path / "run", environment__name="no_such_thing", environment__settings="{}")
     learner = ChildLearner(setup, tmp_path / "learner.log")
-    for _ in range(2):
-        with pytest.raises(ChildError, match="no_such_thing"):
-            await learner.initial()
+    with pytest.raises(ChildError, match="no_such_thing"):
+        await learner.initial()
     assert learner.pid is None
     assert (tmp_path / "learner.log").read_text().count("starting another") == 0
     await learner.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trio
+import trio.testing
 from learner_support import make_model, run_spec
 
 from barnraise.kernels import toploc
@@ -179,7 +180,9 @@ async def test_cancelling_stops_a_thread_before_its_next_step(folder: Path) -> N
     assert scope.cancelled_caught
 
 
-async def test_a_child_draws_the_same_unit_as_a_thread(folder: Path, child: ChildEngine) -> None:
+async def test_a_child_draws_the_same_unit_as_a_thread_and_may_be_closed_twice(
+    folder: Path, child: ChildEngine
+) -> None:
     engine: Engine = child
     info = await engine.load(SPEC, folder, 0)
     assert info.name == "torch-cpu-float32"
@@ -189,11 +192,29 @@ async def test_a_child_draws_the_same_unit_as_a_thread(folder: Path, child: Chil
     await here.load(SPEC, folder, 0)
     assert unpack(done) == unpack(await here.generate(work(), ignore))
     assert seen[-1].completions == 12
+    await child.close()
+    await child.close()
+    assert child.pid is None
 
 
-async def test_a_cancelled_child_is_idle_at_once_and_lives(folder: Path, child: ChildEngine) -> None:
-    await child.load(LONG, folder, 0)
+async def test_in_place_it_draws_the_same_unit_without_a_thread(
+    folder: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    engine, threaded = TorchEngine("cpu", in_place=True), TorchEngine("cpu")
+    with trio.fail_after(1e-9):  # no virtual time passes beside it
+        await engine.load(SPEC, folder, 0)
+        done = await engine.generate(work(), ignore)
+    await threaded.load(SPEC, folder, 0)
+    assert unpack(done) == unpack(await threaded.generate(work(), ignore))
+
+
+async def test_a_child_lives_through_a_folder_that_is_no_model_and_a_unit_that_is_cancelled(
+    folder: Path, tmp_path: Path, child: ChildEngine
+) -> None:
+    with pytest.raises(ChildError, match=r"config\.json is missing"):
+        await child.load(SPEC, tmp_path / "empty", 0)
     pid = child.pid
+    await child.load(LONG, folder, 0)
     with trio.CancelScope() as scope:
         await child.generate(work(prompts=64, group_size=64), lambda progress: scope.cancel())
     assert scope.cancelled_caught
@@ -217,16 +238,6 @@ async def test_a_killed_child_is_reported_and_the_next_load_starts_a_fresh_one(
     assert (await child.generate(work(), ignore)).tokens > 0
 
 
-async def test_a_folder_that_is_no_model_is_a_clear_error_and_the_child_lives(
-    folder: Path, tmp_path: Path, child: ChildEngine
-) -> None:
-    with pytest.raises(ChildError, match=r"config\.json is missing"):
-        await child.load(SPEC, tmp_path / "empty", 0)
-    pid = child.pid
-    await child.load(SPEC, folder, 0)
-    assert child.pid == pid
-
-
 async def test_a_child_that_runs_out_of_memory_says_so_and_draws_the_unit_when_there_is_room(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -246,13 +257,6 @@ async def test_a_child_that_runs_out_of_memory_says_so_and_draws_the_unit_when_t
         assert (await engine.generate(work(), ignore)).tokens > 0
     finally:
         await engine.close()
-
-
-async def test_closing_twice_is_safe(folder: Path, child: ChildEngine) -> None:
-    await child.load(SPEC, folder, 0)
-    await child.close()
-    await child.close()
-    assert child.pid is None
 
 
 def test_the_daemons_side_imports_no_torch() -> None:
