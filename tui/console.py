@@ -1,24 +1,54 @@
-"""What every command shares on its way to a terminal: plain or rich, numbers for people."""
+"""What every command shares on its way to a terminal: plain or rich, numbers for people, help's examples."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 def is_plain(plain: bool) -> bool:
     """Plain lines when asked, when stdout is no terminal, or when the terminal is dumb (R24)."""
-    return plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+    return plain or not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+
+
+def examples(*commands: str) -> str:
+    """A help text's end: each command on a line of its own, unbroken, so that it can be copied."""
+    head = "Example:" if len(commands) == 1 else "Examples:"
+    return "\n".join(("\b", head, *(f"  barnraise {command}" for command in commands)))
 
 
 def console() -> Console:
     """A console on stdout that honours NO_COLOR and a narrow or absent terminal."""
     return Console(highlight=False)
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Labels and texts in two columns: folded to a terminal's width, one line per row in a pipe."""
+    rows = list(rows)
+    if is_plain(False):
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, text in rows:
+            typer.echo(f"{label:{width}}  {text}".rstrip())
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(Text(label), Text(text))
+    console().print(table)
+
+
+def short_id(peer_id: str) -> str:
+    """A peer id that fits a table: every Ed25519 key's begins alike, so the end tells them apart."""
+    return f"..{peer_id[-8:]}"
 
 
 def emit_json(value: Any) -> None:
@@ -29,7 +59,7 @@ def emit_json(value: Any) -> None:
 def size(count: float) -> str:
     """Bytes for people, decimal units: ``4.2 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
+        if abs(count) < (1000 if unit == "B" else 999.95):  # what rounds to 1000.0 is one of the next unit
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"

@@ -21,31 +21,43 @@ from rich.live import Live
 
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
-from barnraise.tui.console import console, duration, is_plain
-from barnraise.tui.demo_processes import Supervisor, barnraise, last_lines
+from barnraise.tui.console import console, duration, examples, is_plain
+from barnraise.tui.demo_processes import Supervisor, barnraise, die_with_parent, last_lines
 from barnraise.tui.demo_report import report, summary_lines
 from barnraise.tui.demo_view import State, panel, plain_line
 
-EXAMPLES = (
-    "Example: barnraise demo --seed 1 --keep ./demo-run   "
-    "(afterwards: barnraise ledger show ./demo-run/run, barnraise status ./demo-run/run)"
+EXAMPLES = examples(
+    "demo",
+    "demo --seed 1 --nodes 2 --keep ./demo-run",
+    "demo --model smollm2 --json",
+    "status ./demo-run/run      (in another terminal, while it runs)",
 )
 REFRESH_S = 0.5
+MEASURE_EVERY_S = 2.0
 PLAIN_EVERY_S = 5.0
 START_PATIENCE_S = 90.0
 
 
 def demo(
-    seed: int = typer.Option(0, "--seed", min=0, max=2**31, help="Seed of the model, the tasks and the run."),
-    nodes: int = typer.Option(3, "--nodes", min=1, max=16, help="How many volunteers to start."),
+    seed: int = typer.Option(
+        0, "--seed", metavar="N", min=0, max=2**31, help="Seed of the model, the tasks and the run."
+    ),
+    nodes: int = typer.Option(3, "--nodes", metavar="N", min=1, max=16, help="How many volunteers to start."),
     minutes: float = typer.Option(
-        0.0, "--minutes", min=0.0, help="Stop training after this long (0: 6, or 30 for smollm2)."
+        0.0,
+        "--minutes",
+        metavar="MINUTES",
+        min=0.0,
+        help="Train for at most this long, once the coordinator is up (0: 6, or 30 for smollm2).",
     ),
     model: str = typer.Option(
-        "demo", "--model", help="'demo' (1 M parameters, learns in minutes) or 'smollm2' (135 M)."
+        "demo",
+        "--model",
+        metavar="NAME",
+        help="'demo' (0.8 M parameters, learns in minutes) or 'smollm2' (135 M).",
     ),
     versions: int = typer.Option(
-        0, "--versions", min=0, help="Policy versions to publish (0: the preset's)."
+        0, "--versions", metavar="N", min=0, help="Policy versions to publish (0: the preset's)."
     ),
     keep: Path | None = typer.Option(
         None, "--keep", metavar="DIR", help="Keep run, nodes and logs in DIR (new or empty)."
@@ -59,18 +71,33 @@ def demo(
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"{keep} exists and is not an empty folder", param_hint="--keep")
     minutes = minutes or (6.0 if model == "demo" else 30.0)
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot make {keep}: {error.strerror}", param_hint="--keep") from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     say: Callable[[str], None] = lambda text: typer.echo(text, err=as_json)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="barnraise-demo-") as scratch:
-        folder = keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
         raise typer.Exit(
-            _demo(folder, model, seed, nodes, minutes, versions, as_json, is_plain(plain or as_json), say)
+            _demo(
+                keep,
+                Path(scratch),
+                model,
+                seed,
+                nodes,
+                minutes,
+                versions,
+                as_json,
+                is_plain(plain or as_json),
+                say,
+            )
         )
 
 
 def _demo(
-    folder: Path,
+    keep: Path | None,
+    scratch: Path,
     model: str,
     seed: int,
     count: int,
@@ -81,9 +108,13 @@ def _demo(
     say: Callable[[str], None],
 ) -> int:
     started = time.monotonic()
+    folder = keep or scratch
     run = folder / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    say("making the run: a model and its task")
     _make_run(run, model, seed, versions, environment, say)
+    making = time.monotonic() - started
+    say(f"starting one coordinator and {count} node{'s' if count > 1 else ''}, each a process of its own")
     with Supervisor(environment) as supervisor:
         supervisor.start(
             "coordinator",
@@ -92,6 +123,8 @@ def _demo(
         )
         address = _wait_for_address(supervisor, run)
         say(f"coordinator ready at {address}")
+        if keep is not None:
+            say(f"logs of all processes: {folder / 'logs'}")
         homes = {f"node-{index + 1}": folder / f"node-{index + 1}" for index in range(count)}
         for name, home in homes.items():
             command = barnraise("join", address, "--yes", "--name", name, "--threads", "1")
@@ -104,11 +137,17 @@ def _demo(
                 "/ip4/127.0.0.1/tcp/0",
             ]
             supervisor.start(name, command, folder / "logs" / f"{name}.log")
-        final = _watch(supervisor, run, homes, started, minutes * 60, plain, say)
-    result = report(run, final, model, seed, count, time.monotonic() - started)
-    for line in summary_lines(result):
+        try:
+            final = _watch(supervisor, run, homes, minutes * 60, plain, say)
+        finally:
+            say("ending the processes")
+    memory = {member.name: member.peak_memory for member in supervisor.members}
+    say("verifying the ledger offline, drawing the chart")
+    result = report(run, final, model, seed, count, time.monotonic() - started, making, memory)
+    if keep is None:
+        result["charts"] = []  # they go with the folder
+    for line in summary_lines(result, keep):
         say(line)
-    say(f"run folder: {folder}" if folder.exists() and run.exists() else "")
     if as_json:
         typer.echo(json.dumps(result, sort_keys=True))
     return 0 if result["ledger_ok"] and result["versions"] > 0 else 1
@@ -122,14 +161,21 @@ def _make_run(
     if versions:
         command += ["--versions", str(versions)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     tail: list[str] = []
     try:
         assert process.stdout is not None
         for line in process.stdout:
             tail.append(line.rstrip())
-            say(line.rstrip())
+            if "serve it with" not in line:  # the demo does that itself
+                say(f"  {line.rstrip()}")
         if process.wait() != 0:
             raise BarnraiseError(f"the run could not be made: {tail[-1] if tail else 'no output'}")
     finally:
@@ -163,7 +209,6 @@ def _watch(
     supervisor: Supervisor,
     run: Path,
     homes: dict[str, Path],
-    started: float,
     limit_s: float,
     plain: bool,
     say: Callable[[str], None],
@@ -171,7 +216,9 @@ def _watch(
     """Show progress until the run is complete or time is up; return the coordinator's last state."""
     final: State = {}
     notes: list[str] = []
-    shown = 0.0
+    started = time.monotonic()
+    shown = measured = 0.0
+    last_words = ""
     live = None if plain else Live(console=console(), refresh_per_second=4, transient=False)
     if live:
         live.start()
@@ -181,23 +228,30 @@ def _watch(
             final = state or final
             nodes = {name: state_of(home) for name, home in homes.items()}
             now = time.monotonic()
+            if now - measured >= MEASURE_EVERY_S:
+                measured = now
+                supervisor.measure()
             for line in supervisor.revive():
                 notes.append(line)
                 if plain:
                     say(line)
             if live:
-                live.update(panel(state, nodes, now - started, notes))
+                live.update(panel(state, nodes, now - started, limit_s, notes))
             elif now - shown >= PLAIN_EVERY_S:
                 shown = now
                 say(plain_line(state, nodes, now - started))
             if final.get("complete") and state is not None:
                 return final
             if now - started > limit_s:
-                say(f"time is up after {duration(now - started)} (--minutes)")
+                last_words = f"time is up after {duration(now - started)} (--minutes)"
                 return final
-            if all(member.gave_up for member in supervisor.members):
-                raise BarnraiseError(f"every process died; see {supervisor.members[0].log}")
+            coordinator = supervisor.members[0]
+            if coordinator.gave_up or all(member.gave_up for member in supervisor.members[1:]):
+                lost = coordinator if coordinator.gave_up else supervisor.members[1]
+                raise BarnraiseError(f"{lost.name} died too often: {last_lines(lost.log, 1) or 'no output'}")
             time.sleep(REFRESH_S)
     finally:
         if live:
             live.stop()
+        if last_words:
+            say(last_words)

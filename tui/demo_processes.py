@@ -8,6 +8,7 @@ end is ordered; where the kernel offers it they also die with us, so that even
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
 MAX_RESTARTS = 3
 
@@ -29,7 +32,8 @@ def barnraise(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "barnraise.tui.main", *arguments]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the kernel ends the new process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -44,6 +48,7 @@ class Supervised:
     process: subprocess.Popen[bytes]
     restarts: int = 0
     gave_up: bool = False
+    peak_memory: int = 0
 
 
 @dataclass
@@ -69,7 +74,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def revive(self) -> list[str]:
@@ -89,8 +94,29 @@ class Supervisor:
             lines.append(f"{member.name} died ({cause}); started again")
         return lines
 
+    def measure(self) -> None:
+        """Remember the most memory (resident, bytes) that each process and its children have held."""
+        for member in self.members:
+            total = 0
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(member.process.pid)
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        total += each.memory_info().rss
+            member.peak_memory = max(member.peak_memory, total)
+
     def stop(self, patience_s: float = 8.0) -> None:
-        """SIGTERM to all, youngest first; SIGKILL to the process group of whoever stays."""
+        """SIGTERM to all, youngest first; SIGKILL to the process group of whoever stays.
+
+        A second Ctrl-C does not interrupt it: it is bounded, and what it ends must not stay.
+        """
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._stop(patience_s)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop(self, patience_s: float) -> None:
         for member in reversed(self.members):
             if member.process.poll() is None:
                 member.process.terminate()

@@ -8,12 +8,25 @@ from typing import Any
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui import ledger
 from barnraise.tui.chart import draw_rewards
-from barnraise.tui.console import duration
+from barnraise.tui.console import duration, size
 from barnraise.tui.demo_view import State
 
 
-def report(run: Path, final: State, model: str, seed: int, nodes: int, seconds: float) -> dict[str, Any]:
-    """Audit the ledger offline, draw the chart into the run folder, and gather the demo's numbers."""
+def report(
+    run: Path,
+    final: State,
+    model: str,
+    seed: int,
+    nodes: int,
+    seconds: float,
+    making_seconds: float,
+    memory: dict[str, int],
+) -> dict[str, Any]:
+    """Audit the ledger offline, draw the chart into the run folder, and gather the demo's numbers.
+
+    ``seconds`` in all, ``making_seconds`` of them until the run was made; ``memory``: each
+    process's peak with its children, bytes.
+    """
     accuracy = [(int(version), float(value)) for version, value in final.get("accuracy", [])]
     rewards = [(int(version), float(value)) for version, value in final.get("rewards", [])]
     problems: list[str] = []
@@ -41,6 +54,8 @@ def report(run: Path, final: State, model: str, seed: int, nodes: int, seconds: 
         "ledger_ok": ledger_ok,
         "ledger_problems": problems[:5],
         "seconds": round(seconds, 1),
+        "making_seconds": round(making_seconds, 1),
+        "memory": memory,
         "training_seconds": final.get("training_seconds"),
         "bytes_out": int(final.get("bytes_out", 0)),
         "charts": [str(path) for path in charts],
@@ -48,22 +63,44 @@ def report(run: Path, final: State, model: str, seed: int, nodes: int, seconds: 
     }
 
 
-def summary_lines(result: dict[str, Any]) -> list[str]:
-    """The report for a person."""
+def summary_lines(result: dict[str, Any], kept: Path | None) -> list[str]:
+    """The report for a person; ``kept`` is the folder that stays, if one does."""
 
     def share(value: float | None) -> str:
         return "not measured" if value is None else f"{value:.3f}"
 
+    causes = ", ".join(f"{check} {count}" for check, count in result["rejections"].items())
+    learning = result["training_seconds"]
     lines = [
         "",
         f"held-out reward  {share(result['reward_before'])} before, {share(result['reward_after'])} after "
-        f"(greedy policy, tasks never trained on)",
-        f"policy versions  {result['versions']} published in {duration(result['seconds'])}",
+        "(tasks never trained on)",
+        f"policy versions  {result['versions']} published"
+        + ("" if result["versions"] else ": there was not time for one, see --minutes"),
         f"submissions      {result['accepted']} accepted, {result['rejected']} rejected"
-        + (f" ({result['rejections']})" if result["rejections"] else ""),
+        + (f" ({causes})" if causes else ""),
     ]
-    lines += [f"credit           {name}: {credit} Mflop" for name, credit in sorted(result["credit"].items())]
-    found = "verified" if result["ledger_ok"] else "WRONG: " + "; ".join(result["ledger_problems"])
+    lines += [
+        f"credit           {name}: {credit:,} Mflop" for name, credit in sorted(result["credit"].items())
+    ]
+    found = "verified offline: every rule, hash, signature and balance"
+    if not result["ledger_ok"]:
+        found = "WRONG: " + "; ".join(result["ledger_problems"])
     lines.append(f"ledger           {found}")
+    making = duration(result["making_seconds"])
+    lines.append(
+        f"time             {duration(result['seconds'])}, {making} of it to make the run"
+        + (f", {duration(learning)} of optimiser steps" if learning else "")
+    )
+    lines += [f"memory, at most  {name}: {size(peak)}" for name, peak in result["memory"].items()]
+    if kept is None:
+        lines.append(
+            "kept             nothing (--keep DIR keeps the run, its reward chart, the nodes, the logs)"
+        )
+        return lines
     lines.append(f"chart            {result['charts'][0]}")
+    lines.append(f"kept             {kept}; look closer with")
+    lines.append(f"  barnraise ledger show {kept / 'run'} --limit 20")
+    lines.append(f"  barnraise ledger verify {kept / 'run'} --receipts {kept / 'node-1'}")
+    lines.append(f"  barnraise coordinator run {kept / 'run'}      (goes on where it was)")
     return lines

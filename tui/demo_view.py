@@ -11,6 +11,8 @@ from rich.text import Text
 from barnraise.tui.console import duration, size
 
 State = dict[str, Any]
+COLUMNS = ("process", "doing", "version", "accepted", "rejected", "in", "out")
+WIDTHS = {"process": 11, "doing": 22}
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -24,72 +26,78 @@ def latest(pairs: list[list[float]]) -> str:
     return f"{pairs[-1][1]:.2f}" if pairs else "-"
 
 
+def coordinator_doing(state: State | None) -> str:
+    """What the coordinator is at, in a few words: ``collecting 12/16``."""
+    if state is None:
+        return "starting"
+    doing = str(state.get("state", "starting"))
+    if doing == "collecting":
+        return f"collecting {state.get('groups_usable', 0)}/{state.get('groups_wanted', '?')}"
+    return doing
+
+
+def node_doing(state: State | None) -> str:
+    """What a node is at, in a few words: ``generating 24/64``, ``waiting for work``."""
+    if state is None:
+        return "starting"
+    doing, reason = str(state.get("state", "starting")), str(state.get("reason") or "")
+    unit = state.get("unit") or {}
+    if unit.get("of"):
+        return f"{doing} {unit.get('completions', 0)}/{unit['of']}"
+    if reason.startswith(doing):  # "waiting for work: why" says more than "waiting"
+        return reason.split(":")[0].removesuffix(" into the engine")
+    return doing
+
+
 def panel(
-    coordinator: State | None, nodes: dict[str, State | None], seconds: float, notes: list[str]
+    coordinator: State | None,
+    nodes: dict[str, State | None],
+    seconds: float,
+    limit_s: float,
+    notes: list[str],
 ) -> Group:
-    """The live view: one row for the coordinator, one per node, then the reward's course."""
-    table = Table(title=f"barnraise demo, {duration(seconds)}", title_justify="left", expand=False)
-    for column, justify in (
-        ("process", "left"),
-        ("state", "left"),
-        ("version", "right"),
-        ("reward", "right"),
-        ("held-out", "right"),
-        ("accepted", "right"),
-        ("rejected", "right"),
-        ("in", "right"),
-        ("out", "right"),
-    ):
-        table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis", max_width=34)  # type: ignore[arg-type]
+    """The live view: one row for the coordinator, one per node, then the reward's course.
+
+    ``seconds`` of training have passed of at most ``limit_s``. Fits 80 columns.
+    """
     state = coordinator or {}
-    rewards, accuracy = state.get("rewards", []), state.get("accuracy", [])
+    table = Table(box=None, pad_edge=False, expand=False)
+    for column in COLUMNS:
+        width = WIDTHS.get(column)
+        table.add_column(column, justify="left" if width else "right", no_wrap=True, width=width)
     table.add_row(
         "coordinator",
-        str(state.get("state", "starting")),
+        coordinator_doing(coordinator),
         f"{state.get('policy_version', '-')}/{state.get('target_version', '-')}",
-        latest(rewards),
-        latest(accuracy),
-        str(state.get("accepted", 0)),
-        str(state.get("rejected", 0)),
-        size(state.get("bytes_in", 0)),
-        size(state.get("bytes_out", 0)),
+        *_counts(state),
     )
     for name, node in nodes.items():
-        row = node or {}
-        unit = row.get("unit") or {}
-        doing = str(row.get("state", "starting"))
-        if unit.get("of"):
-            doing += f" {unit.get('completions', 0)}/{unit['of']}"
-        elif row.get("reason"):
-            doing += f": {row['reason']}"
-        table.add_row(
-            name,
-            doing,
-            str(row.get("policy_version", "-")),
-            "",
-            "",
-            str(row.get("accepted", 0)),
-            str(row.get("rejected", 0)),
-            size(row.get("bytes_in", 0)),
-            size(row.get("bytes_out", 0)),
-        )
-    lines: list[Table | Text] = [table]
-    if rewards:
-        lines.append(Text(f"reward per version   {sparkline([value for _, value in rewards])}"))
-    if accuracy:
-        lines.append(Text(f"held-out accuracy    {sparkline([value for _, value in accuracy])}"))
+        version = (node or {}).get("policy_version", -1)
+        table.add_row(name, node_doing(node), str(version) if version >= 0 else "-", *_counts(node or {}))
+    head = f"training for {duration(seconds)} (at most {duration(limit_s)}); Ctrl-C ends everything"
+    lines: list[Table | Text] = [Text(head, style="bold"), table]
+    for label, pairs in (("reward", state.get("rewards", [])), ("held-out", state.get("accuracy", []))):
+        course = sparkline([value for _, value in pairs]) or "not measured yet"
+        lines.append(Text(f"{label:11}  {course} {latest(pairs) if pairs else ''}", no_wrap=True))
+    if state and state.get("state") != "collecting" and state.get("reason"):
+        notes = [*notes, f"coordinator: {state['reason']}"]
     lines.extend(Text(note, style="yellow") for note in notes[-3:])
     return Group(*lines)
+
+
+def _counts(state: State) -> tuple[str, str, str, str]:
+    traffic = size(state.get("bytes_in", 0)), size(state.get("bytes_out", 0))
+    return str(state.get("accepted", 0)), str(state.get("rejected", 0)), *traffic
 
 
 def plain_line(coordinator: State | None, nodes: dict[str, State | None], seconds: float) -> str:
     """The same news in one line of a log."""
     state = coordinator or {}
-    doing = ", ".join(f"{name} {(node or {}).get('state', 'starting')}" for name, node in nodes.items())
+    doing = ", ".join(f"{name} {node_doing(node)}" for name, node in nodes.items())
+    version = f"{state.get('policy_version', '-')}/{state.get('target_version', '-')}"
     return (
-        f"[{duration(seconds)}] coordinator {state.get('state', 'starting')}, "
-        f"version {state.get('policy_version', '-')}/{state.get('target_version', '-')}, "
+        f"[{duration(seconds)}] version {version}, "
         f"reward {latest(state.get('rewards', []))}, held-out {latest(state.get('accuracy', []))}, "
-        f"accepted {state.get('accepted', 0)}, rejected {state.get('rejected', 0)}, "
-        f"out {size(state.get('bytes_out', 0))}; {doing}"
+        f"{state.get('accepted', 0)} accepted, {state.get('rejected', 0)} rejected, "
+        f"{size(state.get('bytes_out', 0))} out; coordinator {coordinator_doing(coordinator)}, {doing}"
     )

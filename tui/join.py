@@ -7,9 +7,15 @@ from pathlib import Path
 
 import typer
 
+from barnraise.protocol.errors import PeerError
+from barnraise.tui.console import examples
+
 EXAMPLES = (
-    "Example: barnraise join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...   "
-    "(the operator gives you the address; press Ctrl-C to leave)"
+    examples(
+        "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...",
+        "join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooW... --data node-2 --key node-2.key",
+    )
+    + "\n\nThe operator gives you the address. Ctrl-C leaves the run; what was acknowledged stays yours."
 )
 
 
@@ -23,19 +29,37 @@ def join(
         ..., metavar="MULTIADDR", help="The coordinator's address, ending in /p2p/<peer id>."
     ),
     data: Path | None = typer.Option(
-        None, "--data", metavar="DIR", help="Where weights and receipts are kept."
+        None,
+        "--data",
+        metavar="DIR",
+        help="Where weights and receipts are kept (default: ~/.local/share/barnraise).",
     ),
-    key: Path | None = typer.Option(None, "--key", metavar="FILE", help="Key file; made on first use."),
+    key: Path | None = typer.Option(
+        None,
+        "--key",
+        metavar="FILE",
+        help="Key file, made on first use (default: ~/.config/barnraise/node.key).",
+    ),
     name: str | None = typer.Option(
-        None, "--name", help="What others see beside your credit (default: host name)."
+        None, "--name", metavar="TEXT", help="What others see beside your credit (default: host name)."
     ),
     listen: list[str] = typer.Option(
-        ["/ip4/0.0.0.0/tcp/0"], "--listen", metavar="ADDR", help="Where peers may fetch shards from you."
+        ["/ip4/0.0.0.0/tcp/0"],
+        "--listen",
+        metavar="ADDR",
+        help="Where peers may fetch shards from you; TCP port 0 takes any.",
     ),
     threads: int = typer.Option(
-        default_threads(), "--threads", min=1, max=1024, help="Threads for the engine."
+        default_threads(),
+        "--threads",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Threads for the engine, by default half of the cores.",
     ),
-    disk: int = typer.Option(20, "--disk-gb", min=1, max=100_000, help="Most disk to use for weights, GB."),
+    disk: int = typer.Option(
+        20, "--disk-gb", metavar="GB", min=1, max=100_000, help="Most disk to use for weights."
+    ),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before joining."),
     leave_when_complete: bool = typer.Option(
         False, "--exit-when-complete", help="End when the run has published its last version."
@@ -46,6 +70,8 @@ def join(
     from barnraise.node.config import NodeConfig, default_data_path, default_key_path
     from barnraise.node.main import run_from_config
 
+    if data is not None and data.exists() and not data.is_dir():
+        raise typer.BadParameter(f"{data} is a file; name a folder", param_hint="--data")
     config = NodeConfig(
         address=address,
         data=data or default_data_path(),
@@ -58,4 +84,8 @@ def join(
         exit_when_complete=leave_when_complete,
         json_lines=as_json,
     )
-    raise typer.Exit(run_from_config(config))
+    try:
+        code = run_from_config(config)
+    except PeerError as error:  # an address to listen on that is malformed or taken
+        raise typer.BadParameter(str(error), param_hint="--listen") from error
+    raise typer.Exit(code)

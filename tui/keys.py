@@ -8,11 +8,17 @@ from pathlib import Path
 import typer
 
 from barnraise.protocol.identity import fingerprint, load_identity, load_or_create, save_identity
-from barnraise.tui.console import emit_json
+from barnraise.tui.console import emit_json, examples
 
-app = typer.Typer(help="Show, export or import the key that names this node.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show, export or import the key that names this node.",
+    epilog=examples("key show", "key export --to backup.pem", "key import backup.pem"),
+    no_args_is_help=True,
+)
 
-KEY_OPTION = typer.Option(None, "--key", metavar="FILE", help="Key file (default: the node's own).")
+KEY_OPTION = typer.Option(
+    None, "--key", metavar="FILE", help="Key file (default: ~/.config/barnraise/node.key)."
+)
 
 
 def key_path(given: Path | None) -> Path:
@@ -24,7 +30,7 @@ def key_path(given: Path | None) -> Path:
     return default_key_path()
 
 
-@app.command(epilog="Example: barnraise key show --json")
+@app.command(epilog=examples("key show", "key show --key node-1.key --json"))
 def show(
     key: Path | None = KEY_OPTION,
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
@@ -45,7 +51,7 @@ def show(
         typer.echo(f"{name.replace('_', ' '):12} {value}")
 
 
-@app.command(epilog="Example: barnraise key create")
+@app.command(epilog=examples("key create"))
 def create(key: Path | None = KEY_OPTION) -> None:
     """Make a key if there is none yet, and say where it lies."""
     path = key_path(key)
@@ -53,7 +59,9 @@ def create(key: Path | None = KEY_OPTION) -> None:
     typer.echo(f"{'created' if created else 'exists already'}: {path} ({identity.peer_id})")
 
 
-@app.command(epilog="Example: barnraise key export > backup.pem   (keep it secret: it is your credit)")
+@app.command(
+    epilog=examples("key export --to backup.pem") + "\n\nKeep it secret: whoever has it has your credit."
+)
 def export(
     key: Path | None = KEY_OPTION,
     to: Path | None = typer.Option(None, "--to", metavar="FILE", help="Write a 0600 file instead of stdout."),
@@ -67,7 +75,7 @@ def export(
     sys.stdout.write(identity.to_pem().decode("ascii"))
 
 
-@app.command("import", epilog="Example: barnraise key import backup.pem")
+@app.command("import", epilog=examples("key import backup.pem", "key import backup.pem --key node-2.key"))
 def import_(
     source: Path = typer.Argument(..., metavar="FILE", help="A PEM file made by 'barnraise key export'."),
     key: Path | None = KEY_OPTION,
@@ -76,6 +84,8 @@ def import_(
     ),
 ) -> None:
     """Install a key from a PEM file as this node's key."""
+    if not source.is_file():
+        raise typer.BadParameter(f"there is no file {source}", param_hint="FILE")
     identity = load_identity(source)
     path = key_path(key)
     if path.exists() and not replace:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
+from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
 from barnraise.tui import coordinate, demo, doctor, join, keys, ledger, runs, status
+from barnraise.tui.console import examples
 
 app = typer.Typer(
     name="barnraise",
     help="Strangers lend their home GPUs, and together they raise one language model.",
+    epilog=examples("demo", "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...", "COMMAND --help"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,8 +53,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 # Typer carries click inside itself in newer releases and outside in older ones: this is either.
-_UsageError = typer.BadParameter.__bases__[0]
-_ShownError = _UsageError.__bases__[0]
+_ShownError: Any = typer.BadParameter.__mro__[2]
 
 
 def complain(message: str) -> None:
@@ -62,17 +65,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        given = list(arguments) if arguments is not None else None
+        result = command.main(args=given, prog_name="barnraise", standalone_mode=False)
     except _ShownError as error:
         context = getattr(error, "ctx", None)
-        text = error.format_message()  # type: ignore[attr-defined]
-        if text:  # empty where a bare command has shown its help already
-            complain(text + (f" (see '{context.command_path} --help')" if context else ""))
+        text = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare command's message is its whole help
+            typer.echo(text, err=True)
+        else:
+            complain(text.rstrip(".") + (f" (see '{context.command_path} --help')" if context else ""))
         return 2
     except (typer.Abort, KeyboardInterrupt):
         complain("interrupted")
         return 130
-    except (RunFolderError, KeyFileError) as error:
+    except (RunFolderError, KeyFileError, TaskError) as error:
         complain(str(error))
         return 2
     except BarnraiseError as error:
@@ -82,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) went away: not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # What no module foresaw: a folder that cannot be made, a disk that is full.
+        complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        return 1
     return result if isinstance(result, int) else 0
 
 

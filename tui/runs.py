@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,63 +14,82 @@ from typing import TYPE_CHECKING
 import typer
 
 from barnraise.protocol.errors import RunFolderError
-from barnraise.tui.console import emit_json, size
+from barnraise.tui.console import emit_json, examples, size
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
 
-app = typer.Typer(help="Make and describe runs.", no_args_is_help=True)
+app = typer.Typer(help="Make runs.", epilog=examples("run init ./my-run"), no_args_is_help=True)
+PRESET = "(default: the model's preset)"
 
 
 @app.callback()
 def group() -> None:
-    """Make and describe runs."""
+    """Make runs."""
 
 
 @app.command(
-    epilog=(
-        "Example: barnraise run init ./my-run --model ./Qwen3-0.6B --environment chain_sum   "
-        "(then: barnraise coordinator run ./my-run)"
-    )
+    short_help="Make a run folder: model, task and settings.",
+    epilog=examples(
+        "run init ./my-run",
+        "run init ./my-run --model ./Qwen3-0.6B --environment chain_sum",
+        "coordinator run ./my-run      (to serve it)",
+    ),
 )
 def init(
     folder: Path = typer.Argument(
         ..., metavar="DIR", help="The run folder to make; must not exist, or be empty."
     ),
     model: str = typer.Option(
-        "demo", "--model", help="'demo', 'smollm2', a folder with safetensors, or a Hugging Face id."
+        "demo",
+        "--model",
+        metavar="NAME|DIR",
+        help="'demo', 'smollm2', a folder with safetensors, or a Hugging Face id.",
     ),
     environment: str | None = typer.Option(
-        None, "--environment", help="'reverse' or a reasoning-gym generator such as chain_sum."
+        None,
+        "--environment",
+        metavar="NAME",
+        help=f"'reverse' or a reasoning-gym generator such as chain_sum {PRESET}.",
     ),
     environment_settings: str | None = typer.Option(
         None, "--environment-settings", metavar="JSON", help="Its settings, such as '{\"max_terms\": 3}'."
     ),
     chat: bool | None = typer.Option(
-        None, "--chat/--plain-prompts", help="Use the tokenizer's chat template."
+        None, "--chat/--plain-prompts", help=f"Use the tokenizer's chat template or not {PRESET}."
     ),
     system_prompt: str | None = typer.Option(
-        None, "--system-prompt", help="Put before every task (chat only)."
+        None, "--system-prompt", metavar="TEXT", help=f"Put before every task, chat only {PRESET}."
     ),
-    name: str | None = typer.Option(None, "--name", help="What volunteers see (default: the folder's name)."),
-    description: str = typer.Option("", "--description", help="One sentence for volunteers."),
-    seed: int = typer.Option(0, "--seed", min=0, max=2**31, help="Seed of held-out tasks and the learner."),
+    name: str | None = typer.Option(
+        None, "--name", metavar="TEXT", help="What volunteers see (default: the folder's name)."
+    ),
+    description: str = typer.Option(
+        "", "--description", metavar="TEXT", help="One sentence for volunteers (default: none)."
+    ),
+    seed: int = typer.Option(
+        0, "--seed", metavar="N", min=0, max=2**31, help="Seed of demo model, held-out tasks and learner."
+    ),
     versions: int | None = typer.Option(
-        None, "--versions", min=1, help="Policy versions until the run is complete."
+        None, "--versions", metavar="N", min=1, help=f"Policy versions until the run is complete {PRESET}."
     ),
     prompts: int | None = typer.Option(
-        None, "--prompts-per-unit", min=1, help="Prompts in one rollout unit."
+        None, "--prompts-per-unit", metavar="N", min=1, help=f"Prompts in one rollout unit {PRESET}."
     ),
-    group_size: int | None = typer.Option(None, "--group-size", min=2, help="Samples per prompt."),
+    group_size: int | None = typer.Option(
+        None, "--group-size", metavar="N", min=2, help=f"Samples per prompt {PRESET}."
+    ),
     groups: int | None = typer.Option(
-        None, "--groups-per-version", min=1, help="Usable groups per policy version."
+        None, "--groups-per-version", metavar="N", min=1, help=f"Usable groups per policy version {PRESET}."
     ),
-    max_new_tokens: int | None = typer.Option(None, "--max-new-tokens", min=1, help="Longest completion."),
+    max_new_tokens: int | None = typer.Option(
+        None, "--max-new-tokens", metavar="N", min=1, help=f"Longest completion, in tokens {PRESET}."
+    ),
     temperature: float | None = typer.Option(
-        None, "--temperature", min=0.01, max=10.0, help="Sampling temperature."
+        None, "--temperature", metavar="X", min=0.01, max=10.0, help=f"Sampling temperature {PRESET}."
     ),
     learning_rate: float | None = typer.Option(
-        None, "--learning-rate", min=1e-9, max=1.0, help="AdamW's peak rate."
+        None, "--learning-rate", metavar="X", min=1e-9, max=1.0, help=f"AdamW's peak rate {PRESET}."
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object as the last line."),
 ) -> None:
@@ -77,11 +98,13 @@ def init(
 
     from barnraise.coordinator import folder as run_folder
     from barnraise.coordinator.checks import default_verify_spec
-    from barnraise.coordinator.model_source import prepare_model, resolve_model
+    from barnraise.coordinator.model_source import ModelSourceError, prepare_model, resolve_model
     from barnraise.coordinator.presets import fits_a_message, largest_submission
+    from barnraise.protocol.environments import build_environment
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunFolderError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    _check_folder(folder)
+    if environment_settings is not None:
+        _check_json(environment_settings)
     settings = _preset(model)
     changed = {
         "name": environment,
@@ -109,14 +132,18 @@ def init(
             f"one unit's submission could reach {size(largest_submission(settings))}, more than a message "
             "may hold: lower --prompts-per-unit, --group-size or --max-new-tokens"
         )
-    if environment_settings is not None:
-        _check_json(environment_settings)
     progress = _Progress()
+    progress(f"looking at the environment '{settings.environment.name}'", 0.0)
+    build_environment(settings.environment)  # before the model, which may take minutes
+    progress("loading torch and transformers", 0.0)
     with tempfile.TemporaryDirectory(prefix="barnraise-init-") as scratch:
-        source = resolve_model(model, Path(scratch), seed, progress)
-        progress("checking the model and its tokenizer", 0.0)
-        prepared = Path(scratch) / "prepared"
-        prepare_model(source, prepared, settings.weights_dtype, settings.environment)
+        try:
+            source = resolve_model(model, Path(scratch), seed, progress)
+            progress("checking the model and its tokenizer", 0.0)
+            prepared = Path(scratch) / "prepared"
+            prepare_model(source, prepared, settings.weights_dtype, settings.environment)
+        except (ModelSourceError, _model_error()) as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from error
         run_id = run_folder.create_run(
             folder,
             prepared,
@@ -128,6 +155,7 @@ def init(
             seed=seed,
             now_ms=time.time_ns() // 1_000_000,
         )
+    typer.echo(_described(settings))
     typer.echo(f"run {run_id.hex()[:16]} made in {folder}; serve it with: barnraise coordinator run {folder}")
     if as_json:
         emit_json({"folder": str(folder), "run_id": run_id.hex()})
@@ -139,7 +167,31 @@ def _preset(model: str) -> Settings:
     return {"demo": presets.demo, "smollm2": presets.smollm2}.get(model, presets.generic)()
 
 
-def _given(fields: dict[str, object]) -> dict[str, object]:
+def _described(settings: Settings) -> str:
+    rollout, task = settings.rollout, settings.environment
+    return (
+        f"environment '{task.name}' {task.settings}: {rollout.versions} versions "
+        f"of {rollout.groups_per_version} groups of {rollout.group_size} completions, "
+        f"learning rate {settings.grpo.learning_rate:g}"
+    )
+
+
+def _model_error() -> type[Exception]:
+    from barnraise.kernels.models import ModelError  # needs torch: not before it is about to be used
+
+    return ModelError
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a place where no run folder can be made, before minutes go into a model for it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunFolderError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise RunFolderError(f"{folder} cannot be made: {nearest} cannot be written to")
+
+
+def _given(fields: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

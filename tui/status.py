@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
-from barnraise.tui.console import console, emit_json, size
+from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
 
-EXAMPLES = "Example: barnraise status ./my-run --json"
+EXAMPLES = examples("status ./my-run", "status node-1 --json", "status     (this user's node)")
+
+Row = tuple[str, str]
 
 
 def status(
     folder: Path | None = typer.Argument(
-        None, metavar="[DIR]", help="A run folder or a node's data folder (default: this user's node)."
+        None, metavar="DIR", help="A run folder or a node's data folder (default: ~/.local/share/barnraise)."
     ),
     as_json: bool = typer.Option(False, "--json", help="The whole state as one JSON object."),
 ) -> None:
@@ -26,40 +29,133 @@ def status(
         from barnraise.node.config import default_data_path
 
         folder = default_data_path()
+        if not folder.is_dir():
+            raise typer.BadParameter(
+                f"no node has run here yet: there is no {folder}; name a run folder or a node's data folder"
+            )
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not a folder; name a run folder or a node's data folder")
     try:
         state = read_state(folder / "control.sock")
     except (BarnraiseError, OSError) as error:
-        raise BarnraiseError(
-            f"nothing is running in {folder} ({error}); start it with "
-            f"'barnraise coordinator run {folder}' or 'barnraise join MULTIADDR'"
-        ) from error
+        if (folder / "spec.bin").is_file():
+            cure = f"barnraise coordinator run {folder}"
+        elif (folder / "known.json").is_file() or (folder / "lock").is_file():
+            cure = f"barnraise join MULTIADDR --data {folder}"
+        else:
+            raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
+        raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
     if as_json:
         emit_json(state)
         return
-    console().print(overview(state))
+    print_rows(overview(state, time.time()))
 
 
-def overview(state: dict[str, Any]) -> Table:
-    """A two-column table of the plain values of a state tree, sizes made readable."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in state.items():
-        label = name.replace("_", " ")
-        if name in ("rewards", "accuracy"):
-            table.add_row(label, f"{value[-1][1]:.3f} at version {value[-1][0]}" if value else "none yet")
-        elif name in ("bytes_in", "bytes_out"):
-            table.add_row(label, size(value))
-        elif name == "nodes":
-            for node in value:
-                parts = ", ".join(f"{key} {item}" for key, item in node.items() if key != "name")
-                table.add_row(f"node {node.get('name', '?')}", parts)
-        elif isinstance(value, dict):
-            table.add_row(label, ", ".join(f"{key} {item}" for key, item in value.items()) or "none")
-        elif isinstance(value, float):
-            table.add_row(label, f"{value:.3g}")
-        else:
-            table.add_row(label, "none" if value is None or value == [] else str(value))
-    return table
+def overview(state: dict[str, Any], now: float) -> list[Row]:
+    """What a person wants to know of a state tree, as rows of label and text; ``now``: seconds (UTC)."""
+    rows = _coordinator(state, now) if state.get("kind") == "coordinator" else _node(state, now)
+    return [(label, text) for label, text in rows if text]
+
+
+def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
+    yield "coordinator", f"of run '{state.get('run', '?')}' ({str(state.get('run_id', ''))[:16]})"
+    yield "state", _with_reason(state)
+    yield "version", f"{state.get('policy_version', 0)} of {state.get('target_version', '?')}"
+    yield "reward", _course(state.get("rewards", []), "training rollouts")
+    yield "held-out", _course(state.get("accuracy", []), "greedy policy, tasks never trained on")
+    yield "submissions", _submissions(state)
+    waiting = f"{state.get('queue', 0)} waiting ({size(state.get('queue_bytes', 0))})"
+    yield "verifier", f"{waiting}, {state.get('verifying', 0)} being verified"
+    yield "leases", f"{state.get('leases_open', 0)} open"
+    yield "ledger", f"{state.get('ledger_size', 0):,} entries"
+    yield "traffic", _traffic(state)
+    if state.get("started_ms"):
+        yield "running", duration(now - state["started_ms"] / 1000)
+    for address in state.get("addresses", []):
+        yield "join with", f"barnraise join {address}"
+    yield "nodes", f"{state.get('nodes_live', 0)} here, {state.get('nodes_known', 0)} known"
+    for node in state.get("nodes", []):
+        counts = f"{node.get('accepted', 0)} accepted, {node.get('rejected', 0)} rejected"
+        verdict = node.get("last_verdict") or "none yet"
+        yield (
+            f"  {node.get('name', '?')} {short_id(str(node.get('peer_id', '')))}",
+            f"{node.get('state', '?')}, version {_version(node.get('have_version'))}, {counts}, "
+            f"{node.get('credit', 0):,} Mflop, last verdict: {verdict}"
+            + (f", {node['strikes']} strikes" if node.get("strikes") else ""),
+        )
+
+
+def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
+    yield "node", f"{state.get('name', '?')}, {state.get('peer_id', '?')}"
+    run = state.get("run")
+    yield "run", f"'{run}' ({str(state.get('run_id', ''))[:16]})" if run else "none yet"
+    ends = ""
+    if state.get("until_ms") and state.get("then"):
+        ends = f", {state['then']} in {duration(max(0.0, state['until_ms'] / 1000 - now))}"
+    since = (
+        f" (for {duration(max(0.0, now - state['since_ms'] / 1000))}{ends})" if state.get("since_ms") else ""
+    )
+    yield "state", _with_reason(state) + since
+    yield (
+        "coordinator",
+        ("connected to " if state.get("connected") else "not connected to ")
+        + str(state.get("coordinator", "?")),
+    )
+    newest = f"newest {_version(state.get('head_version'))}, last {state.get('final_version', '?')}"
+    yield "version", f"{_version(state.get('policy_version'))} loaded, {newest}"
+    unit = state.get("unit") or {}
+    if unit.get("of"):
+        yield "unit", f"{unit.get('completions', 0)} of {unit['of']} completions"
+    yield (
+        "submissions",
+        (
+            f"{_submissions(state)}, {state.get('awaiting_verdict', 0)} awaiting their verdict, "
+            f"{state.get('pending', 0)} not delivered yet"
+        ),
+    )
+    yield "credit", f"{state.get('credit', 0):,} Mflop"
+    verdict = state.get("last_verdict")
+    if verdict and not verdict.get("accepted"):
+        yield "last verdict", f"rejected by check '{verdict.get('check')}': {verdict.get('message', '')}"
+    elif verdict:
+        yield "last verdict", f"accepted, {verdict.get('credit', 0):,} Mflop"
+    speed = f", {state['tokens_per_s']:,.0f} tokens/s" if state.get("tokens_per_s") else ""
+    memory = f", {size(state['engine_memory'])}" if state.get("engine_memory") else ""
+    yield "engine", f"{state.get('engine') or 'not started'} on {state.get('device') or '-'}{memory}{speed}"
+    yield "traffic", f"{_traffic(state)}, {state.get('peers', 0)} peers"
+    if state.get("duplicate_key"):
+        yield "WARNING", "another node uses the same key"
+    for notice in state.get("notices", [])[-3:]:
+        moment = time.strftime("%H:%M:%S", time.localtime(notice.get("at_ms", 0) / 1000))
+        yield f"  {moment}", f"{notice.get('level', '')}: {notice.get('text', '')}"
+
+
+def _with_reason(state: dict[str, Any]) -> str:
+    """``state: reason``, or the reason alone where it begins with the state's name."""
+    name, reason = str(state.get("state", "?")), str(state.get("reason") or "")
+    if not reason or reason.startswith(name):
+        return reason or name
+    return f"{name}: {reason}"
+
+
+def _submissions(state: dict[str, Any]) -> str:
+    causes = ", ".join(f"{check} {count}" for check, count in (state.get("rejections") or {}).items())
+    text = f"{state.get('accepted', 0):,} accepted, {state.get('rejected', 0):,} rejected"
+    return text + (f" ({causes})" if causes else "")
+
+
+def _traffic(state: dict[str, Any]) -> str:
+    return f"{size(state.get('bytes_in', 0))} in, {size(state.get('bytes_out', 0))} out"
+
+
+def _version(number: Any) -> str:
+    return str(number) if isinstance(number, int) and number >= 0 else "none"
+
+
+def _course(pairs: list[list[float]], of: str) -> str:
+    if not pairs:
+        return ""
+    (first, start), (last, end) = pairs[0], pairs[-1]
+    if first == last:
+        return f"{end:.3f} at version {last:.0f} ({of})"
+    return f"{start:.3f} at version {first:.0f}, {end:.3f} at version {last:.0f} ({of})"
