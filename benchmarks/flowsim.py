@@ -133,7 +133,7 @@ class FlowSim:
         for flow in [*host.up_flows.values(), *host.down_flows.values()]:
             self._end(flow)
         for peer in sorted(host.links):
-            self._cut(name, peer)
+            self.cut(name, peer)
 
     # --- running
 
@@ -229,9 +229,9 @@ class FlowSim:
         for here, there in ((host, other), (other, host)):
             if there.name in here.core.views.active or there.name in here.core.views.pending:
                 return  # one side still needs it
-        self._cut(host.name, peer)
+        self.cut(host.name, peer)
 
-    def _cut(self, one: str, two: str) -> None:
+    def cut(self, one: str, two: str) -> None:
         for name, peer in ((one, two), (two, one)):
             host = self.hosts.get(name)
             if host is None or peer not in host.links:

@@ -20,6 +20,7 @@ A state machine without sockets, clock, disk or randomness of its own: events in
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -30,24 +31,21 @@ from barnraise.protocol.transfer_state import (
     PeerState,
     Stats,
     TransferConfig,
-    Uplink,
     VersionState,
+    unhold,
 )
 from barnraise.protocol.tree_effects import (
     Ban,
     Complete,
-    Demote,
     Drop,
     Effects,
     Report,
     Send,
-    StartSend,
     StopReceive,
     StopSend,
 )
 from barnraise.protocol.tree_messages import MAX_INDICES, MAX_SHARDS, Bitmap, Cancel, Have, Unavailable, Want
-
-_EXTRA_SLOTS = 2  # for transfers that their receivers hold up
+from barnraise.protocol.uploads import Uploads
 
 
 class Transfer:
@@ -56,13 +54,13 @@ class Transfer:
     def __init__(self, rng: random.Random, config: TransferConfig | None = None) -> None:
         self.config = config or TransferConfig()
         self.stats = Stats()
-        self.uplink = Uplink(self.config)
         self._rng = rng
         self._peers: dict[str, PeerState] = {}
         self._versions: dict[int, VersionState] = {}  # newest first
-        self._sending: dict[str, PeerState] = {}
+        self._uploads = Uploads(self.config, rng, self._peers, self._versions, self.stats)
         self._muted: dict[str, float] = {}
         self._checked_at = 0.0
+        self._typical = 1.0  # seconds that a shard takes to come, a moving average
 
     # --- what the caller may read
 
@@ -73,16 +71,13 @@ class Transfer:
         times = []
         for peer in self._peers.values():
             if peer.receiving is not None:
-                times.append(peer.progress_at + config.progress_timeout)
+                times.append(min(peer.progress_at + config.progress_timeout, self._late_at(peer)))
             if peer.muted_until > self._checked_at:
                 times.append(peer.muted_until)
         for state in self._versions.values():
             if state.wanted and not state.complete:
                 times.append(state.progress_at + config.starved_after)
-        for peer in self._sending.values():
-            held_up = peer.started_at + self._patience(peer)
-            if held_up > self._checked_at:
-                times.append(held_up)
+        times += [at for at in self._uploads.held_up_at() if at > self._checked_at]
         return min(times, default=None)
 
     def bitmap(self, version: int) -> int:
@@ -100,7 +95,17 @@ class Transfer:
 
     def sending(self) -> dict[str, tuple[int, int]]:
         """Shards on their way out: receiver, then version and index."""
-        return {name: peer.sending for name, peer in self._sending.items() if peer.sending is not None}
+        return {name: peer.sending for name, peer in self._peers.items() if peer.sending is not None}
+
+    @property
+    def upload(self) -> float:
+        """The measured upload in bytes per second; 0 until all slots were in use for a while."""
+        return self._uploads.uplink.rate
+
+    @property
+    def fan_out(self) -> int:
+        """How many shards are sent at once, and to how many eager neighbours unasked."""
+        return self._uploads.uplink.slots
 
     # --- versions
 
@@ -121,14 +126,15 @@ class Transfer:
             while len(self._versions) >= self.config.versions:
                 effects += self.forget(min(self._versions), now)
             state = self._versions[version] = VersionState(sizes, now, wanted=wanted)
-            self._versions = dict(sorted(self._versions.items(), reverse=True))
+            newest_first = sorted(self._versions.items(), reverse=True)
+            self._versions.clear()
+            self._versions.update(newest_first)
             for name, peer in self._peers.items():
                 effects.append(self._tell(name, peer, version, state, ask=True))
             return effects
-        state.sizes += sizes[len(state.sizes) :]
-        state.all = (1 << len(state.sizes)) - 1
+        state.extend(sizes)
         state.wanted = state.wanted or wanted
-        return [*self._order_all(version, state, now), *self._fill(now)]
+        return [*self._order_all(version, state, now), *self._uploads.fill(now)]
 
     def forget(self, version: int, now: float) -> Effects:
         """Leave ``version``: it is no longer on disk, or no longer wanted."""
@@ -138,15 +144,15 @@ class Transfer:
             return effects
         for name, peer in self._peers.items():
             if peer.sending is not None and peer.sending[0] == version:
-                effects += self._stop_sending(name, peer, now)
+                effects += self._uploads.stop(name, peer, now)
             if peer.receiving is not None and peer.receiving[0] == version:
                 effects += self._stop_receiving(name, peer)
             if version in peer.told:
                 effects.append(Send(name, Bitmap(version=version, bits=b"", ask=False)))
-            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told):
+            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told, peer.given):
                 known.pop(version, None)
             peer.told.discard(version)
-        return effects + self._fill(now)
+        return effects + self._uploads.fill(now)
 
     # --- links
 
@@ -169,14 +175,14 @@ class Transfer:
                 del self._muted[next(iter(self._muted))]
         if peer.sending is not None:
             effects.append(StopSend(name, *peer.sending))
-            self._idle(name, peer, 0, now)
+            self._uploads.idle(name, peer, 0, now)
         for version, holds in peer.holds.items():
             if version in self._versions:
                 self._versions[version].counts.subtract(holds)
         if peer.receiving is not None:
             effects.append(StopReceive(name, *peer.receiving))
             effects += self._release(name, *peer.receiving, now)
-        return effects + self._fill(now)
+        return effects + self._uploads.fill(now)
 
     def link_eager(self, name: str, now: float, *, eager: bool) -> Effects:
         """The tree made the link to ``name`` eager or lazy."""
@@ -184,7 +190,7 @@ class Transfer:
         if peer is None or peer.eager == eager:
             return []
         peer.eager, peer.slow = eager, 0
-        return self._fill(now)
+        return self._uploads.fill(now)
 
     # --- shards that come in
 
@@ -207,7 +213,7 @@ class Transfer:
             return [*refusal, *self._order(name, peer, version, state, now)]
         state.incoming |= bit
         state.on_way[index] = name
-        peer.receiving, peer.progress_at = (version, index), now
+        peer.receiving, peer.progress_at, peer.begun_at = (version, index), now, now
         if not peer.holds.get(version, 0) & bit:
             state.counts.add(bit)
             peer.holds[version] = peer.holds.get(version, 0) | bit
@@ -228,6 +234,7 @@ class Transfer:
         peer = self._peers.get(name)
         if peer is not None and peer.receiving == (version, index):
             peer.receiving = None
+            self._typical = 0.9 * self._typical + 0.1 * (now - peer.begun_at)
         return []
 
     def verified(self, name: str | None, version: int, index: int, now: float) -> Effects:
@@ -243,7 +250,6 @@ class Transfer:
         if link is not None and sender is not None:
             if sender == name:
                 link.strikes = 0
-                self.stats.received += 1
             elif link.receiving == (version, index):
                 effects += self._stop_receiving(sender, link)
             if link.receiving == (version, index):
@@ -251,6 +257,7 @@ class Transfer:
         if state.have & bit:
             return effects
         state.have |= bit
+        self.stats.received += name is not None
         state.progress_at, state.starved = now, False
         message = Have(version=version, indices=(index,))
         for other, peer in self._peers.items():
@@ -261,7 +268,7 @@ class Transfer:
                 effects += self._order(other, peer, version, state, now)
         if state.complete:
             effects.append(Complete(version))
-        return effects + self._fill(now)
+        return effects + self._uploads.fill(now)
 
     def corrupt(self, name: str, version: int, index: int, now: float) -> Effects:
         """The shard that ``name`` sent does not have its hash. Its sender is banned for the run."""
@@ -272,7 +279,7 @@ class Transfer:
         self.stats.corrupt += 1
         peer = self._peers.get(name)
         if peer is not None:
-            peer.muted_until = float("inf")
+            peer.muted_until = math.inf
             if peer.receiving == (version, index):
                 peer.receiving = None
         effects += self._release(name, version, index, now)
@@ -287,37 +294,24 @@ class Transfer:
         effects: Effects = []
         for name, peer in self._peers.items():
             if peer.sending == (version, index):
-                effects += self._stop_sending(name, peer, now)
+                effects += self._uploads.stop(name, peer, now)
             effects.append(self._tell(name, peer, version, state, ask=False))
-        return [*effects, *self._order_all(version, state, now), *self._fill(now)]
+        return [*effects, *self._order_all(version, state, now), *self._uploads.fill(now)]
 
     # --- shards that go out
 
     def sent(self, name: str, version: int, index: int, now: float) -> Effects:
         """The last byte of a shard was handed to the connection with ``name``."""
-        peer = self._peers.get(name)
-        if peer is None or peer.sending != (version, index):
-            return []
-        size = self._versions[version].sizes[index]
-        self._versions[version].sent_bytes += size
-        self.stats.sent += 1
-        self.stats.sent_bytes += size
-        rate = size / max(now - peer.started_at, 1e-6)
-        peer.rate = rate if not peer.rate else 0.7 * peer.rate + 0.3 * rate
-        share = self.uplink.rate / self.uplink.slots
-        peer.slow = peer.slow + 1 if rate < self.config.slow_fraction * share else 0
-        self._idle(name, peer, size, now)
-        effects: Effects = [Demote(name)] if peer.slow >= 3 and peer.eager else []
-        return effects + self._fill(now)
+        return [*self._uploads.sent(name, version, index, now), *self._uploads.fill(now)]
 
     def send_failed(self, name: str, version: int, index: int, now: float) -> Effects:
         """A shard could not be sent whole (the stream broke); the link itself may still be up."""
         peer = self._peers.get(name)
         if peer is None or peer.sending != (version, index):
             return []
-        self._unhold(peer, version, 1 << index)
-        self._idle(name, peer, 0, now)
-        return self._fill(now)
+        unhold(self._versions[version], peer, version, 1 << index)
+        self._uploads.idle(name, peer, 0, now)
+        return self._uploads.fill(now)
 
     # --- messages and time
 
@@ -336,17 +330,17 @@ class Transfer:
             case Bitmap(bits=bits, ask=ask):
                 mask = from_bytes(bits)
                 effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
-                self._unhold(peer, version, peer.holds.get(version, 0) & ~mask)
+                unhold(state, peer, version, peer.holds.get(version, 0) & ~mask)
                 peer.holds.setdefault(version, 0)
                 return effects + self._on_holds(name, peer, version, state, mask, now)
             case Cancel(index=index):
                 if peer.sending != (version, index):
                     return []
                 effects = [StopSend(name, version, index)]
-                self._idle(name, peer, 0, now)
-                return effects + self._fill(now)
+                self._uploads.idle(name, peer, 0, now)
+                return effects + self._uploads.fill(now)
             case Unavailable(index=index):
-                self._unhold(peer, version, 1 << index & peer.holds.get(version, 0))
+                unhold(state, peer, version, 1 << index & peer.holds.get(version, 0))
                 if peer.receiving != (version, index):
                     return self._order(name, peer, version, state, now)
                 peer.receiving = None
@@ -369,6 +363,7 @@ class Transfer:
                 effects += self._strike(name, peer, "timeout", version, index, now)
                 effects += self._stop_receiving(name, peer)
                 effects += self._release(name, version, index, now)
+            effects += self._overtake(name, peer, now)
         for version, state in self._versions.items():
             if state.wanted and not state.complete and state.progress_at + self.config.starved_after <= now:
                 state.progress_at = now
@@ -377,7 +372,26 @@ class Transfer:
                     effects.append(Report("starved", "", version, -1, "no neighbour sends what is missing"))
                     effects += self._order_all(version, state, now, again=True)
         self._checked_at = now
-        return effects + self._fill(now)
+        return effects + self._uploads.fill(now)
+
+    def _late_at(self, peer: PeerState) -> float:
+        """When the shard on its way from ``peer`` is late: not asked elsewhere, and everything else is."""
+        if peer.receiving is None:
+            return math.inf
+        version, index = peer.receiving
+        state = self._versions[version]
+        if state.missing or state.counts.count(index) < 2:
+            return math.inf
+        return peer.begun_at + max(2.0, 4 * self._typical) * 2**state.overtaken
+
+    def _overtake(self, name: str, peer: PeerState, now: float) -> Effects:
+        """At the end, ask others for what a slow neighbour is still sending; each time later than before."""
+        if self._late_at(peer) > now or peer.receiving is None:
+            return []
+        version, index = peer.receiving
+        self._versions[version].overtaken += 1
+        peer.muted_until = max(peer.muted_until, now + self.config.progress_timeout)
+        return [*self._stop_receiving(name, peer), *self._release(name, version, index, now)]
 
     # --- what we want
 
@@ -397,12 +411,6 @@ class Transfer:
         if len(peer.asked.get(version, ())) < self.config.order and new & state.missing:
             return self._order(name, peer, version, state, now)
         return []
-
-    def _unhold(self, peer: PeerState, version: int, mask: int) -> None:
-        mask &= peer.holds.get(version, 0)
-        if mask:
-            self._versions[version].counts.subtract(mask)
-            peer.holds[version] &= ~mask
 
     def _order_all(self, version: int, state: VersionState, now: float, *, again: bool = False) -> Effects:
         return [
@@ -470,86 +478,5 @@ class Transfer:
         peer.orders[version] = Order(mask, to_mask(want.busy), want.starved)
         if peer.sending is not None and peer.sending[0] == version:
             mask &= ~(1 << peer.sending[1])
-        self._unhold(peer, version, mask)  # it lacks what it orders, whatever we believed
-        return self._fill(now)
-
-    def _patience(self, peer: PeerState) -> float:
-        if peer.sending is None:
-            return 0.0
-        version, index = peer.sending
-        return self.uplink.patience(self._versions[version].sizes[index])
-
-    def _fill(self, now: float) -> Effects:
-        """Begin transfers while there are free slots and somebody to serve."""
-        effects: Effects = []
-        slots = self.uplink.slots
-        while len(self._sending) < slots + _EXTRA_SLOTS:
-            if len(self._sending) >= slots:
-                moving = [
-                    peer for peer in self._sending.values() if now < peer.started_at + self._patience(peer)
-                ]
-                if len(moving) >= slots:
-                    break
-            choice = self._choose(now)
-            if choice is None:
-                break
-            name, version, index = choice
-            peer, state, bit = self._peers[name], self._versions[version], 1 << index
-            peer.sending, peer.started_at = (version, index), now
-            if not peer.holds[version] & bit:
-                state.counts.add(bit)
-                peer.holds[version] |= bit
-            if version in peer.orders:
-                peer.orders[version].mask &= ~bit
-            self._sending[name] = peer
-            self.stats.started += 1
-            self.uplink.note(len(self._sending), 0, now)
-            effects.append(StartSend(name, version, index))
-        return effects
-
-    def _choose(self, now: float) -> tuple[str, int, int] | None:
-        """The rarest shard that a neighbour may be sent now, of the newest version possible."""
-        children = [name for name, peer in self._peers.items() if peer.eager]
-        if len(children) > self.uplink.slots:
-            children.sort(key=lambda name: -self._peers[name].rate)
-        pushed = set(children[: self.uplink.slots])
-        for version, state in self._versions.items():
-            if not state.have:
-                continue
-            spent = self.config.copies is not None and state.sent_bytes >= self.config.copies * sum(
-                state.sizes
-            )
-            offers, union = [], 0
-            for name, peer in self._peers.items():
-                holds = peer.holds.get(version)
-                if holds is None or peer.sending is not None or peer.muted_until == float("inf"):
-                    continue
-                order = peer.orders.get(version)
-                mask = order.mask if order is not None else 0
-                if name in pushed:
-                    mask |= ~holds & ~(order.busy if order is not None else 0)
-                mask &= state.have
-                if spent and not (order is not None and order.starved):
-                    mask = state.counts.zero(mask)
-                if mask:
-                    offers.append((name, mask))
-                    union |= mask
-            if union:
-                index = pick(state.counts.rarest(union), self._rng)
-                names = [name for name, mask in offers if mask >> index & 1]
-                return self._rng.choice(names), version, index
-        return None
-
-    def _stop_sending(self, name: str, peer: PeerState, now: float) -> Effects:
-        if peer.sending is None:
-            return []
-        version, index = peer.sending
-        if version in self._versions:
-            self._unhold(peer, version, 1 << index)
-        self._idle(name, peer, 0, now)
-        return [StopSend(name, version, index), Send(name, Unavailable(version=version, index=index))]
-
-    def _idle(self, name: str, peer: PeerState, size: int, now: float) -> None:
-        peer.sending = None
-        self._sending.pop(name, None)
-        self.uplink.note(len(self._sending), size, now)
+        unhold(state, peer, version, mask)  # it lacks what it orders, whatever we believed
+        return self._uploads.fill(now)

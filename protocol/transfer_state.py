@@ -54,16 +54,20 @@ class VersionState:
         "have",
         "incoming",
         "on_way",
+        "overtaken",
         "progress_at",
         "sent_bytes",
         "sizes",
         "starved",
+        "total",
         "wanted",
     )
 
     def __init__(self, sizes: Sequence[int], now: float, *, wanted: bool) -> None:
-        self.sizes = list(sizes)
-        self.all = (1 << len(self.sizes)) - 1
+        self.sizes: list[int] = []
+        self.all = 0
+        self.total = 0  # bytes
+        self.extend(sizes)
         self.have = 0
         self.incoming = 0  # the keys of on_way, as a mask
         self.on_way: dict[int, str] = {}  # shard: sender
@@ -72,6 +76,13 @@ class VersionState:
         self.starved = False
         self.progress_at = now
         self.sent_bytes = 0
+        self.overtaken = 0  # shards taken away from slow senders at the end
+
+    def extend(self, sizes: Sequence[int]) -> None:
+        """Take the sizes of further shards from the whole list."""
+        self.sizes += sizes[len(self.sizes) :]
+        self.all = (1 << len(self.sizes)) - 1
+        self.total = sum(self.sizes)
 
     @property
     def missing(self) -> int:
@@ -97,8 +108,10 @@ class PeerState:
 
     __slots__ = (
         "asked",
+        "begun_at",
         "busy_told",
         "eager",
+        "given",
         "holds",
         "muted_until",
         "orders",
@@ -120,7 +133,9 @@ class PeerState:
         self.busy_told: dict[int, int] = {}  # what we told it not to push
         self.told: set[int] = set()  # versions whose bitmap it got from us
         self.receiving: tuple[int, int] | None = None
+        self.begun_at = 0.0
         self.progress_at = 0.0
+        self.given: dict[int, int] = {}  # bytes sent to it, by version
         self.sending: tuple[int, int] | None = None
         self.started_at = 0.0
         self.rate = 0.0  # to it, bytes/s, a moving average
@@ -129,34 +144,9 @@ class PeerState:
         self.muted_until = muted_until
 
 
-class Uplink:
-    """Measures the upload while all slots are in use, and derives how many to use."""
-
-    def __init__(self, config: TransferConfig) -> None:
-        self.config = config
-        self.rate = 0.0  # bytes/s; 0 until measured
-        self._since: float | None = None
-        self._time = 0.0
-        self._bytes = 0
-
-    @property
-    def slots(self) -> int:
-        """How many shards to send at once: the fan-out."""
-        if not self.rate:
-            return self.config.slots
-        return max(1, min(self.config.max_slots, round(self.rate / self.config.slot_rate)))
-
-    def patience(self, size: int) -> float:
-        """Seconds after which a transfer of ``size`` bytes counts as held up by its receiver."""
-        return max(1.0, 3 * size * self.slots / self.rate) if self.rate else 5.0
-
-    def note(self, sending: int, sent: int, now: float) -> None:
-        """``sending`` shards are under way from now on; ``sent`` bytes were finished just now."""
-        if self._since is not None:
-            self._time += now - self._since
-            self._bytes += sent
-            if self._time >= 2.0:
-                rate = self._bytes / self._time
-                self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
-                self._time, self._bytes = 0.0, 0
-        self._since = now if sending >= self.slots else None
+def unhold(state: VersionState, peer: PeerState, version: int, mask: int) -> None:
+    """``peer`` does not hold the shards of ``mask`` after all."""
+    mask &= peer.holds.get(version, 0)
+    if mask:
+        state.counts.subtract(mask)
+        peer.holds[version] &= ~mask

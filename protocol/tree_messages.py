@@ -57,7 +57,7 @@ class ForwardJoin(Message, frozen=True):
 
 
 class Neighbour(Message, frozen=True):
-    """Ask to be in the receiver's active view. ``urgent``: the sender has no other, so it is granted."""
+    """Ask to be in the receiver's active view. ``urgent``: the sender has few, so it is granted."""
 
     addresses: Addresses
     urgent: bool

@@ -120,7 +120,10 @@ class Views:
         if purpose == _JOIN:
             return [Send(peer, OverlayJoin(addresses=self.me.addresses))]
         return [
-            Send(peer, Neighbour(addresses=self.me.addresses, urgent=purpose == _URGENT or not self.active))
+            Send(
+                peer,
+                Neighbour(addresses=self.me.addresses, urgent=purpose == _URGENT or self._tone() == _URGENT),
+            )
         ]
 
     def connect_failed(self, peer: str, now: float) -> Effects:
@@ -243,7 +246,7 @@ class Views:
         if ttl == 0 or not onward:
             if peer in self.active or peer in self.pending:
                 return []
-            return self._ask(newcomer, _URGENT if ttl == 0 or len(self.active) <= 1 else _POLITE, now)
+            return self._ask(newcomer, _URGENT, now)
         if ttl == self.config.passive_walk:
             self._remember(newcomer)
         return [Send(self._rng.choice(onward), ForwardJoin(newcomer=newcomer, ttl=ttl - 1))]
@@ -359,13 +362,17 @@ class Views:
             ]
             if not fresh:
                 break
-            effects += self._ask(self._rng.choice(fresh), _POLITE if self.active else _URGENT, now)
+            effects += self._ask(self._rng.choice(fresh), self._tone(), now)
             asked += 1
         if not self.active and not asked and self._retry_at is None and self._shuffle_at is not None:
             self._refused.clear()
             self._retry_at = now + self._backoff * (0.5 + self._rng.random())
             self._backoff = min(self._backoff * 2, self.config.bootstrap_backoff[1])
         return effects
+
+    def _tone(self) -> str:
+        """Below half of its links a node asks in a way that full views grant, too."""
+        return _URGENT if len(self.active) <= self.config.active // 2 else _POLITE
 
     def _bootstrap_now(self, now: float) -> Effects:
         effects: Effects = []
