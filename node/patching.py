@@ -136,17 +136,21 @@ def apply_route(
         raise PatchError(f"the patch does not begin with version {route.base_version} as it was published")
     if read_header(files[-1]).target_sha256 != route.entry.sha256:
         raise PatchError("the patch does not lead to the file that the manifest names")
+    wrong = (
+        f"what the patch makes has other shards than the manifest names: {route.entry.path} of version "
+        f"{route.base_version} is damaged on disk, or the patch was published so"
+    )
     check = _ShardCheck(route.entry.shards, shard_size)
 
     def put(piece: bytes) -> None:
         if not check.put(piece):
-            raise PatchError("the patched file has other shards than the manifest names")
+            raise PatchError(wrong)
         observe(len(piece))
 
     base = versions / version_name(route.base_version) / route.entry.path
     apply_chain(base, files, target, observe=put)
     if not check.finish():  # too late to stop the rename, not to refuse the file
-        raise PatchError("the patched file has other shards than the manifest names")
+        raise PatchError(wrong)
 
 
 def changed_since(version_folder: Path, base_version: int) -> frozenset[str] | None:
