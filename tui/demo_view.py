@@ -12,7 +12,7 @@ from barnraise.tui.console import duration, size
 
 State = dict[str, Any]
 COLUMNS = ("process", "doing", "version", "accepted", "rejected", "in", "out")
-WIDTHS = {"process": 11, "doing": 22}
+WIDTHS = {"process": 11, "doing": 19}  # with the counts at their widest: 80
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -65,15 +65,11 @@ def panel(
     for column in COLUMNS:
         width = WIDTHS.get(column)
         table.add_column(column, justify="left" if width else "right", no_wrap=True, width=width)
-    table.add_row(
-        "coordinator",
-        coordinator_doing(coordinator),
-        f"{state.get('policy_version', '-')}/{state.get('target_version', '-')}",
-        *_counts(state),
-    )
+    version = f"{_version(state)}/{state.get('target_version', '-')}"
+    table.add_row("coordinator", coordinator_doing(coordinator), version, *_counts(state))
     for name, node in nodes.items():
-        version = (node or {}).get("policy_version", -1)
-        table.add_row(name, node_doing(node), str(version) if version >= 0 else "-", *_counts(node or {}))
+        row = node or {}
+        table.add_row(name, node_doing(node), _version(row), *_counts(row))
     head = f"training for {duration(seconds)} (at most {duration(limit_s)}); Ctrl-C ends everything"
     lines: list[Table | Text] = [Text(head, style="bold"), table]
     for label, pairs in (("reward", state.get("rewards", [])), ("held-out", state.get("accuracy", []))):
@@ -85,6 +81,11 @@ def panel(
     return Group(*lines)
 
 
+def _version(state: State) -> str:
+    version = state.get("policy_version", -1)
+    return str(version) if version >= 0 else "-"
+
+
 def _counts(state: State) -> tuple[str, str, str, str]:
     traffic = size(state.get("bytes_in", 0)), size(state.get("bytes_out", 0))
     return str(state.get("accepted", 0)), str(state.get("rejected", 0)), *traffic
@@ -94,7 +95,7 @@ def plain_line(coordinator: State | None, nodes: dict[str, State | None], second
     """The same news in one line of a log."""
     state = coordinator or {}
     doing = ", ".join(f"{name} {node_doing(node)}" for name, node in nodes.items())
-    version = f"{state.get('policy_version', '-')}/{state.get('target_version', '-')}"
+    version = f"{_version(state)}/{state.get('target_version', '-')}"
     return (
         f"[{duration(seconds)}] version {version}, "
         f"reward {latest(state.get('rewards', []))}, held-out {latest(state.get('accuracy', []))}, "

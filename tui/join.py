@@ -10,10 +10,14 @@ import typer
 from barnraise.protocol.errors import PeerError
 from barnraise.tui.console import examples
 
+MBIT = 125_000  # bytes/s
+MIN_MBIT = 0.256  # slower, and others would take the node for one that has stalled
+
 EXAMPLES = (
     examples(
         "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...",
         "join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooW... --data node-2 --key node-2.key",
+        "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW... --up-mbit 5 --monthly-gb 300",
     )
     + "\n\nThe operator gives you the address. Ctrl-C leaves the run; what was acknowledged stays yours."
 )
@@ -60,6 +64,30 @@ def join(
     disk: int = typer.Option(
         20, "--disk-gb", metavar="GB", min=1, max=100_000, help="Most disk to use for weights."
     ),
+    up: float | None = typer.Option(
+        None,
+        "--up-mbit",
+        metavar="MBIT",
+        min=MIN_MBIT,
+        max=1_000_000,
+        help="Cap on what is sent, serving others included, in Mbit/s (default: none).",
+    ),
+    down: float | None = typer.Option(
+        None,
+        "--down-mbit",
+        metavar="MBIT",
+        min=MIN_MBIT,
+        max=1_000_000,
+        help="Cap on what is received, in Mbit/s (default: none).",
+    ),
+    monthly: float | None = typer.Option(
+        None,
+        "--monthly-gb",
+        metavar="GB",
+        min=0.001,
+        max=10_000_000,
+        help="Most traffic a calendar month, up and down; then the node pauses (default: any).",
+    ),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before joining."),
     leave_when_complete: bool = typer.Option(
         False, "--exit-when-complete", help="End when the run has published its last version."
@@ -80,6 +108,9 @@ def join(
         listen=tuple(listen),
         threads=threads,
         disk_bytes=disk * 10**9,
+        up_bytes_s=None if up is None else up * MBIT,
+        down_bytes_s=None if down is None else down * MBIT,
+        monthly_bytes=None if monthly is None else round(monthly * 1e9),
         assume_yes=yes,
         exit_when_complete=leave_when_complete,
         json_lines=as_json,

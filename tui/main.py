@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What no module foresaw: a folder that cannot be made, a disk that is full.
         complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         return 1
+    if result == 130:  # newer releases of Typer turn Ctrl-C into this exit code by themselves
+        complain("interrupted")
     return result if isinstance(result, int) else 0
 
 

@@ -132,6 +132,8 @@ def init(
             f"one unit's submission could reach {size(largest_submission(settings))}, more than a message "
             "may hold: lower --prompts-per-unit, --group-size or --max-new-tokens"
         )
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise typer.BadParameter(f"{model} holds no config.json, so no model", param_hint="--model")
     progress = _Progress()
     progress(f"looking at the environment '{settings.environment.name}'", 0.0)
     build_environment(settings.environment)  # before the model, which may take minutes
@@ -142,7 +144,9 @@ def init(
             progress("checking the model and its tokenizer", 0.0)
             prepared = Path(scratch) / "prepared"
             prepare_model(source, prepared, settings.weights_dtype, settings.environment)
-        except (ModelSourceError, _model_error()) as error:
+        except ModelSourceError as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from error
+        except _model_error() as error:
             raise typer.BadParameter(str(error), param_hint="--model") from error
         run_id = run_folder.create_run(
             folder,
