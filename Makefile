@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test lint types check clean
 
 help:
-	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 5 minutes)"
+	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 4 minutes)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
@@ -34,7 +34,7 @@ $(VENV)/.dependencies: $(VENV)/.python pyproject.toml setup.cfg constraints.txt
 
 $(LINKED): $(VENV)/.dependencies
 	@rm -rf build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--config-settings editable_mode=strict -e .
 	@rm -f $(VENV)/.linked-* && touch $@
 
