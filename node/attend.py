@@ -167,9 +167,11 @@ def _enter(ctx: Context, run: Run) -> None:
         ctx.store,
         lambda version: _sources(ctx, version),
         report=lambda peer, reason: ctx.say(f"peer {peer} is left: {reason}", logging.WARNING),
+        down=ctx.limits.down,
         rng=ctx.rng,
     )
-    ctx.network.set_handler(SHARD_PROTOCOL, serve_shards(ctx.store))
+    serve = serve_shards(ctx.store, allow=lambda peer_id: ctx.state.held is None, slots=ctx.limits.up.streams)
+    ctx.network.set_handler(SHARD_PROTOCOL, serve)
     ctx.run = run
     tally(ctx)
     ctx.answered.extend(ctx.pending.lease_ids)

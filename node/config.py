@@ -8,6 +8,7 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         lock                          held while a daemon runs; two daemons need two folders
         node.log                      everything that is printed, errors included (R24)
         control.sock                  the state tree, and commands
+        traffic.json                  bytes up and down by month (the quota)
         known.json                    which key each coordinator address served, which runs were approved
         store/                        shards by content
         runs/<run id>/versions/       assembled policy versions
@@ -48,6 +49,8 @@ class NodeConfig:
         listen: multiaddrs to listen on for peers that fetch shards.
         threads: threads for the engine.
         disk_bytes: most disk to use for shards, bytes.
+        up_bytes_s, down_bytes_s: caps on everything sent and received, bytes/s; None: no cap.
+        monthly_bytes: most bytes up and down together in a calendar month; None: any.
         assume_yes: do not ask before joining an unknown run.
         exit_when_complete: end with exit code 0 once the run has published its last version.
         json_lines: print one JSON object per line instead of plain text.
@@ -62,6 +65,9 @@ class NodeConfig:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     threads: int = 1
     disk_bytes: int = DEFAULT_DISK_BYTES
+    up_bytes_s: float | None = None
+    down_bytes_s: float | None = None
+    monthly_bytes: int | None = None
     assume_yes: bool = False
     exit_when_complete: bool = False
     json_lines: bool = False
@@ -93,6 +99,10 @@ class NodeConfig:
     @property
     def known_path(self) -> Path:
         return self.data / "known.json"
+
+    @property
+    def traffic_path(self) -> Path:
+        return self.data / "traffic.json"
 
     @property
     def control_path(self) -> Path:

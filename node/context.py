@@ -21,13 +21,14 @@ from barnraise.node.model import Event, State
 from barnraise.node.pending import PendingWork
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.state import Facts, state_tree
+from barnraise.node.traffic import Limits
 from barnraise.node.versions import Versions
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.control import Changed
 from barnraise.protocol.errors import PeerError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Peer, RolloutLease, Signed
-from barnraise.protocol.network import Network
+from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.session import Session
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
@@ -58,7 +59,8 @@ class Context:
     """One daemon. Only ``feed`` changes ``state``."""
 
     config: NodeConfig
-    network: Network
+    network: PacedNetwork
+    limits: Limits
     engine: Engine
     identity: Identity
     clock: Clock
@@ -115,6 +117,7 @@ class Context:
         """The state tree now."""
         for name in ("bytes_in", "bytes_out"):
             setattr(self.facts, name, int(getattr(self.network, name, 0)))
+        self.facts.limits = self.limits.tree(self.clock.wall_ms())
         return state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())
 
     def joined(self) -> Run:

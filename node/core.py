@@ -36,6 +36,7 @@ from barnraise.node.model import (
     GiveBack,
     Granted,
     HeadSeen,
+    Held,
     Joined,
     Judged,
     LinkLost,
@@ -182,6 +183,8 @@ def _fold(state: State, event: Event, now: float) -> State:
             return replace(state, returning=False, returns=left_returns)
         case Command(mode, until):
             return _command(state, mode, until, now)
+        case Held(reason):
+            return replace(state, held=event if reason else None)
         case DeadlineMoved(lease_id, deadline):
             if state.unit is None or state.unit.lease_id != lease_id:
                 return state
@@ -320,11 +323,12 @@ def _upload(state: State, now: float) -> tuple[State, Action | None]:
 
 def _download(state: State, now: float) -> tuple[State, Action | None]:
     """Fetch the newest version, never one in between; a pause stops it."""
+    halted = state.mode in ("pause", "leave") or state.held is not None
     if state.fetching is not None:
-        if (state.mode in ("pause", "leave") or state.fetch_renew) and not state.fetch_stopping:
+        if (halted or state.fetch_renew) and not state.fetch_stopping:
             return replace(state, fetch_stopping=True), StopFetch()
         return state, None
-    idle = state.mode != "run" or (state.complete and state.exit_when_complete)
+    idle = halted or state.mode != "run" or (state.complete and state.exit_when_complete)
     if idle or state.head <= state.fetched or now < state.fetch_retry.at:
         return state, None
     return replace(state, fetching=state.head, fetch_renew=False), Fetch(state.head)

@@ -30,6 +30,7 @@ from barnraise.node.model import (
     Fetch,
     Generate,
     GiveBack,
+    Held,
     Load,
     Mode,
     Stop,
@@ -38,10 +39,12 @@ from barnraise.node.model import (
     Upload,
 )
 from barnraise.node.state import Facts
+from barnraise.node.traffic import Limits
 from barnraise.protocol.control import Changed
-from barnraise.protocol.errors import RefusedError
+from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.network import Network
+from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.store import DiskStore
 
 SILENCE_S = 30.0  # no state lasts longer without a line (R3)
@@ -49,6 +52,7 @@ QUIET_SILENCE_S = 600.0  # but a pause or a completed run was announced and is n
 SETTLED_S = 2.0  # what lasts less needs no line
 MAX_PAUSE_S = 366 * 86_400.0
 CLOSE_S = 5.0
+COUNT_EVERY_S = 1.0
 
 CommandHandler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -58,7 +62,8 @@ class NodeHandle:
 
     Attributes:
         changed: set whenever the tree may have changed.
-        commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``.
+        commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``,
+            ``limits`` (``up``, ``down``: bytes/s, ``monthly``: bytes; nil for none).
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -69,6 +74,7 @@ class NodeHandle:
             "resume": self._resume,
             "finish": self._finish,
             "leave": self._leave,
+            "limits": self._limits,
         }
 
     def get_state(self) -> dict[str, Any]:
@@ -92,6 +98,12 @@ class NodeHandle:
 
     async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return self._command("leave", "leaving")
+
+    async def _limits(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        text = self._ctx.limits.change(arguments)
+        self._ctx.say(text)
+        _keep_to_quota(self._ctx)
+        return {"ok": True, "text": text}
 
     def _command(self, mode: Mode, text: str, until: float | None = None) -> dict[str, Any]:
         ctx = self._ctx
@@ -134,9 +146,11 @@ async def run_node(
         StorageError: the data folder cannot be used.
     """
     now = trio.current_time()
+    limits = Limits(config)
     ctx = Context(
         config=config,
-        network=network,
+        network=PacedNetwork(network, limits.up, limits.down),
+        limits=limits,
         engine=engine,
         identity=identity,
         clock=Clock(now_ms),
@@ -153,11 +167,13 @@ async def run_node(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_speak_up, ctx)
+            nursery.start_soon(_count_traffic, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
             await engine.close()
+        _save_traffic(ctx, at_once=True)
     ctx.say(f"stopped: {stop.reason}", logging.INFO if stop.code == 0 else logging.ERROR)
     return stop.code
 
@@ -226,6 +242,37 @@ async def _speak_up(ctx: Context) -> None:
             continue
         with trio.move_on_at(due):
             seen = await ctx.changed.wait(seen)
+
+
+async def _count_traffic(ctx: Context) -> None:
+    """Count what goes over the wire, keep the count on disk, and keep to the quota."""
+    if ctx.limits.warning:
+        ctx.say(ctx.limits.warning, logging.WARNING)
+    while True:
+        _keep_to_quota(ctx)
+        _save_traffic(ctx)
+        await trio.sleep(COUNT_EVERY_S)
+
+
+def _keep_to_quota(ctx: Context) -> None:
+    """Hold work and transfers while the month's quota is spent."""
+    wall = ctx.clock.wall_ms()
+    ctx.limits.count(ctx.network, wall)
+    spent = ctx.limits.spent(wall)
+    if spent is None and ctx.state.held is not None:
+        ctx.feed(Held(""))
+    elif spent is not None and ctx.state.held is None:
+        reason, until = spent
+        ctx.feed(Held(reason, trio.current_time() + (until - wall) / 1000))
+
+
+def _save_traffic(ctx: Context, *, at_once: bool = False) -> None:
+    try:
+        ctx.limits.save(trio.current_time(), at_once=at_once)
+    except StorageError as error:
+        if str(error) != ctx.limits.warning:
+            ctx.limits.warning = str(error)
+            ctx.say(f"the month's traffic is counted, but not on disk: {error}", logging.WARNING)
 
 
 def _progress(ctx: Context) -> str:

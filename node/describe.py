@@ -35,6 +35,9 @@ def describe(state: State) -> Activity:
         return Activity(
             "loading", "about to start the unit", until=state.unit.deadline, then="the lease expires"
         )
+    if state.held is not None and state.mode != "finish":
+        then = "resumes" if state.held.until is not None else ""
+        return Activity("paused", state.held.reason, until=state.held.until, then=then)
     if state.complete:
         return _complete(state)
     return _wait(state, last)

@@ -194,6 +194,17 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """No new work and no transfers until ``until``, because of ``reason``; ``""``: they may go on.
+
+    The unit at work is finished and delivered.
+    """
+
+    reason: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlineMoved:
     """The clocks were compared again: the lease at work ends at another local moment (R26)."""
 
@@ -238,6 +249,7 @@ Event = (
     | Judged
     | Returned
     | Command
+    | Held
     | DeadlineMoved
     | Restored
     | Fatal
@@ -337,6 +349,7 @@ class State:
     returning: bool = False
     mode: Mode = "run"
     pause_until: float | None = None
+    held: Held | None = None
     stop_by: float | None = None
     stopped: Stop | None = None
     activity: Activity = Activity("starting", "starting")
@@ -349,4 +362,4 @@ class State:
     @property
     def wants_work(self) -> bool:
         """Whether another unit may be taken."""
-        return self.mode == "run" and not self.complete and self.stopped is None
+        return self.mode == "run" and self.held is None and not self.complete and self.stopped is None

@@ -68,6 +68,7 @@ class Facts:
     last_verdict: dict[str, Any] | None = None
     transfer: Transfer | None = None
     unit: UnitProgress | None = None
+    limits: dict[str, Any] = field(default_factory=dict)  # see Limits.tree
     offset_ms: int | None = None
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
@@ -128,6 +129,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "last_verdict": facts.last_verdict,
         "bytes_in": facts.bytes_in,
         "bytes_out": facts.bytes_out,
+        "limits": facts.limits,
         "peers": facts.peers,
         "tokens_per_s": round(facts.tokens_per_s, 1),
         "engine": facts.engine,

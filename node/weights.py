@@ -1,23 +1,25 @@
-"""Getting a version's shards: from other nodes where possible, from the coordinator where not.
+"""Getting a version's shards: from other nodes where possible, from mirrors or the coordinator where not.
 
 ``Fetcher`` is the seam: the broadcast tree will stand behind it. ``SwarmFetcher``
 asks all known holders at once, each shard from one of them in random order, so
-that nodes that fetch together hold different parts and can serve each other. The
-coordinator's upload is spared: while nodes that hold everything deliver well, it
-is not asked. A source that stalls or breaks is struck and left, one that sends a
-corrupt shard is banned and reported; a download fails only when no source is left
-(R22). Every shard is verified before it is stored, so that it can be served on.
+that nodes that fetch together hold different parts and can serve each other. Bought
+upload is spared: while nodes that hold everything deliver well, no mirror is asked,
+and while they and mirrors do, the coordinator is not. A source that stalls or breaks
+is struck and left, one that sends a corrupt shard is banned and reported; a download
+fails only when no source is left (R22). Every shard is verified before it is stored,
+so that it can be served on.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import trio
 
+from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.messages import Manifest
 from barnraise.protocol.network import Network
@@ -26,20 +28,44 @@ from barnraise.protocol.store import DiskStore
 
 STRIKES = 3  # broken or stalled streams after which a source is left
 _REFRESH_S = 1.0  # how often new sources are looked for
-_ORIGIN_GRACE_S = 2.0  # complete peers have this long to show their rate
-_ORIGIN_HELPS_S = 10.0  # the coordinator is asked too when peers would need longer than this
+_GRACE_S = 2.0  # complete peers have this long to show their rate
+_HELP_S = 10.0  # mirrors, and then the coordinator, are asked too when the others would need longer
 _ENDGAME_S = 1.0  # a shard in flight for so long may be asked of a second source
 _MAX_DONORS = 16  # asked at the same time, the coordinator among them
 _SCAN = 256  # shards looked at for one that a source may have
 
 
 class Source(NamedTuple):
-    """Somebody to ask. ``origin``: the coordinator. ``complete``: said to hold the whole version."""
+    """Somebody to ask. ``origin``: the coordinator. ``complete``: said to hold the whole version.
+
+    ``peer_id`` is a mirror's base URL where ``Donor``s are made of URLs.
+    """
 
     peer_id: str
     addresses: tuple[str, ...] = ()
     origin: bool = False
     complete: bool = True
+
+
+class Donor(Protocol):
+    """One source's shards; ``barnraise.protocol.shards.ShardClient`` is a peer's.
+
+    Attributes:
+        failures: how often it was unreachable, broke off or stalled, since it was made.
+    """
+
+    failures: int
+
+    async def fetch(self, digest: bytes, size: int) -> bytes | None:
+        """The verified shard, ``None`` if it is not there. May run in several tasks at once.
+
+        Raises:
+            BadShardError: something else was sent.
+            PeerError: unreachable, gone or silent.
+        """
+
+    async def close(self) -> None:
+        """Let go; a later ``fetch`` begins anew."""
 
 
 class Fetcher(Protocol):
@@ -63,8 +89,10 @@ class SwarmFetcher:
 
     ``report(peer_id, reason)`` is called once for each peer banned for a corrupt
     shard; the ban lasts as long as this object. The coordinator is never banned
-    (there is no run without it), only left for the current fetch.
-    ``pace(bytes)``, a bandwidth cap, is awaited before each request.
+    (there is no run without it), only left for the current fetch. ``down`` is the
+    cap that ``network`` is under: it bounds what is asked for before it arrives.
+    ``mirror(url)`` makes a donor of a mirror that a manifest names (``None``: not of
+    this one); without it mirrors are not asked.
     """
 
     def __init__(
@@ -74,7 +102,8 @@ class SwarmFetcher:
         sources: Callable[[int], Sequence[Source]],
         *,
         report: Callable[[str, str], None] = lambda peer_id, reason: None,
-        pace: Callable[[int], Awaitable[None]] | None = None,
+        down: Pacer | None = None,
+        mirror: Callable[[str], Donor | None] = lambda url: None,
         rng: random.Random | None = None,
     ) -> None:
         self.banned: dict[str, str] = {}
@@ -82,7 +111,8 @@ class SwarmFetcher:
         self.store = store
         self.sources = sources
         self.report = report
-        self.pace = pace
+        self.down = down
+        self.mirror = mirror
         self.rng = rng or random.Random()
 
     async def fetch(
@@ -90,15 +120,19 @@ class SwarmFetcher:
     ) -> None:
         """See ``Fetcher.fetch``."""
         if missing:
-            await _Download(self, manifest.version, missing, received).run()
+            await _Download(self, manifest, missing, received).run()
+
+
+PEER, MIRROR, ORIGIN = range(3)  # the order in which sources are asked
 
 
 @dataclass(eq=False)
-class _Donor:
+class _Helper:
     """A source during one download."""
 
     source: Source
-    client: ShardClient
+    client: Donor
+    rank: int
     complete: bool
     out: str = ""  # why it is not asked any more
     retry_at: float = 0.0
@@ -110,23 +144,25 @@ class _Download:
     def __init__(
         self,
         owner: SwarmFetcher,
-        version: int,
+        manifest: Manifest,
         missing: Mapping[bytes, int],
         received: Callable[[int], None],
     ) -> None:
         self.owner = owner
-        self.version = version
+        self.version = manifest.version
+        self.mirrors = getattr(manifest, "mirrors", ())
         self.received = received
         self.missing = dict(missing)
         order = list(missing)
         owner.rng.shuffle(order)
         self.idle = dict.fromkeys(order)  # missing and asked of nobody, in order of asking
-        self.flying: dict[bytes, list[tuple[_Donor, float]]] = {}
-        self.donors: dict[str, _Donor] = {}
+        self.flying: dict[bytes, list[tuple[_Helper, float]]] = {}
+        self.donors: dict[str, _Helper] = {}
         self.failure: PeerError | StorageError | None = None
         self.changed = trio.Event()
         self.started = trio.current_time()
-        self.from_peers = 0  # bytes
+        self.delivered = [0, 0, 0]  # bytes by rank
+        self.outstanding = 0  # bytes asked for
 
     async def run(self) -> None:
         try:
@@ -152,13 +188,16 @@ class _Download:
                 if not source.origin and sum(not d.out for d in self.donors.values()) >= _MAX_DONORS:
                     continue
                 client = ShardClient(self.owner.network, source.peer_id, source.addresses)
-                donor = self.donors[source.peer_id] = _Donor(source, client, source.complete)
-                for _ in range(1 if source.origin else 4):
-                    nursery.start_soon(self._draw_from, donor)
+                self._add(nursery, source, client, ORIGIN if source.origin else PEER)
             elif source.complete and not donor.source.complete:
                 donor.source = source  # it has finished its own download meanwhile
                 donor.complete = True
                 donor.lacks.clear()
+        for url in self.mirrors:
+            if url not in self.donors and url not in self.owner.banned:
+                mirror = self.owner.mirror(url)
+                if mirror is not None:
+                    self._add(nursery, Source(url), mirror, MIRROR)
         if all(donor.out for donor in self.donors.values()):
             reasons = [f"{peer_id}: {donor.out}" for peer_id, donor in self.donors.items()]
             reasons += [f"{p}: banned, {why}" for p, why in self.owner.banned.items() if p not in self.donors]
@@ -168,19 +207,28 @@ class _Download:
                 f"({size / 1e6:.1f} MB); " + ("; ".join(reasons) or "nobody offers it")
             )
 
-    async def _draw_from(self, donor: _Donor) -> None:
+    def _add(self, nursery: trio.Nursery, source: Source, client: Donor, rank: int) -> None:
+        donor = self.donors[source.peer_id] = _Helper(source, client, rank, source.complete)
+        for _ in range(1 if source.origin else 4):
+            nursery.start_soon(self._draw_from, donor)
+
+    async def _draw_from(self, donor: _Helper) -> None:
         while not donor.out and self.missing and self.failure is None:
             pause = donor.retry_at - trio.current_time()
             if pause > 0:
                 await trio.sleep(pause)
-            elif (digest := self._pick(donor)) is None:
+            elif not self._may_ask() or (digest := self._pick(donor)) is None:
                 await self._wait(0.25)
             else:
                 await self._take(donor, digest)
 
-    def _pick(self, donor: _Donor) -> bytes | None:
+    def _may_ask(self) -> bool:
+        down = self.owner.down
+        return down is None or down.allows_more(self.outstanding)
+
+    def _pick(self, donor: _Helper) -> bytes | None:
         now = trio.current_time()
-        if donor.source.origin and self._peers_suffice(now):
+        if self._spared(donor.rank, now):
             return None
         for looked, digest in enumerate(self.idle):
             if looked == _SCAN:
@@ -196,26 +244,30 @@ class _Download:
                 return digest
         return None
 
-    def _peers_suffice(self, now: float) -> bool:
-        """Whether complete peers alone finish soon, so that the coordinator's upload can be spared."""
+    def _spared(self, rank: int, now: float) -> bool:
+        """Whether complete sources of lower rank alone finish soon, so that this rank's upload is spared."""
         healthy = any(
-            donor.complete and not donor.source.origin and not donor.out and donor.retry_at <= now
+            donor.complete and donor.rank < rank and not donor.out and donor.retry_at <= now
             for donor in self.donors.values()
         )
         elapsed = now - self.started
-        if not healthy or elapsed < _ORIGIN_GRACE_S:
+        if not healthy or elapsed < _GRACE_S:
             return healthy
         left = sum(self.missing.values())
-        return left * elapsed <= _ORIGIN_HELPS_S * self.from_peers
+        return left * elapsed <= _HELP_S * sum(self.delivered[:rank]) or self._capped()
 
-    async def _take(self, donor: _Donor, digest: bytes) -> None:
+    def _capped(self) -> bool:
+        """Whether it is our own cap that makes it slow: then more sources would not help."""
+        down = self.owner.down
+        return down is not None and down.busy
+
+    async def _take(self, donor: _Helper, digest: bytes) -> None:
         size = self.missing[digest]
         self.idle.pop(digest, None)
         mine = (donor, trio.current_time())
         self.flying.setdefault(digest, []).append(mine)
+        self.outstanding += size
         try:
-            if self.owner.pace is not None:
-                await self.owner.pace(size)
             data = await donor.client.fetch(digest, size)
             if data is None:
                 self._missed(donor, digest)
@@ -229,6 +281,7 @@ class _Download:
         except StorageError as error:
             self.failure = error
         finally:
+            self.outstanding -= size
             asked = self.flying[digest]
             asked.remove(mine)
             if not asked:
@@ -237,16 +290,15 @@ class _Download:
                     self.idle[digest] = None
             self._notify()
 
-    async def _keep(self, donor: _Donor, digest: bytes, data: bytes) -> None:
+    async def _keep(self, donor: _Helper, digest: bytes, data: bytes) -> None:
         await off_loop(len(data), lambda: self.owner.store.put(digest, data, checked=True))
         if self.missing.pop(digest, None) is None:
             return  # another source was faster
         self.idle.pop(digest, None)
-        if not donor.source.origin:
-            self.from_peers += len(data)
+        self.delivered[donor.rank] += len(data)
         self.received(len(data))
 
-    def _missed(self, donor: _Donor, digest: bytes) -> None:
+    def _missed(self, donor: _Helper, digest: bytes) -> None:
         """It lacks this shard: ask for others, and after several in a row ask less often."""
         now = trio.current_time()
         donor.complete = False
@@ -255,7 +307,7 @@ class _Download:
         donor.misses += 1
         donor.retry_at = max(donor.retry_at, now + min(1.0, 0.01 * 2 ** min(donor.misses, 7)))
 
-    def _strike(self, donor: _Donor, reason: str) -> None:
+    def _strike(self, donor: _Helper, reason: str) -> None:
         failures = donor.client.failures
         donor.retry_at = trio.current_time() + min(0.5 * 2**failures, 10.0)
         if failures < STRIKES:
@@ -265,7 +317,7 @@ class _Download:
         if not donor.source.origin or not others:
             donor.out = reason
 
-    def _caught(self, donor: _Donor, reason: str) -> None:
+    def _caught(self, donor: _Helper, reason: str) -> None:
         if donor.out:
             return
         donor.out = reason

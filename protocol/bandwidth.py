@@ -19,7 +19,10 @@ MAX_RATE = 10**12
 DEPTH_S = 0.2
 SMALLEST_PIECE = 1024
 LARGEST_PIECE = 256 * 1024
+LOAD_S = 0.5  # what load is averaged over, seconds
 AHEAD_S = 2.0  # seconds' worth that may be asked of others before it has arrived
+MOST_AHEAD = 64 * 1024 * 1024
+BUSY = 0.9  # of the cap: with so much in use, asking for more would bring no more
 _SLACK = 1.0  # bytes: rounding of clock values must not make a waiter wait for nothing
 
 
@@ -30,7 +33,7 @@ class Bucket:
         self.rate = rate
         self._tokens = 0.0
         self._at = -math.inf  # when ``_tokens`` was right
-        self._full_at = 0.0  # when the bucket was, or will be, full
+        self._load = 0.0
 
     @property
     def piece(self) -> int:
@@ -44,7 +47,6 @@ class Bucket:
         self._fill(now)
         self.rate = rate
         self._tokens = min(self._tokens, self._depth())
-        self._full_at = now
 
     def delay(self, size: int, now: float) -> float:
         """Seconds until ``size`` bytes, at most a piece, may pass; 0 is now."""
@@ -59,26 +61,24 @@ class Bucket:
         self._fill(now)
         if self.rate is not None:
             self._tokens -= size
+            self._load += size / (self.rate * LOAD_S)
 
-    def idle_s(self, now: float) -> float:
-        """For how long less than the cap has been asked for, up to now."""
-        if self.rate is None:
-            return math.inf
+    def load(self, now: float) -> float:
+        """How much of the cap was used over the last second; 1.0 is all of it."""
         self._fill(now)
-        return now - self._full_at
+        return self._load
 
     def _depth(self) -> float:
         return 0.0 if self.rate is None else max(self.rate * DEPTH_S, SMALLEST_PIECE)
 
     def _fill(self, now: float) -> None:
-        depth = self._depth()
         if self._at == -math.inf:
-            self._at, self._full_at, self._tokens = now, now, depth
+            self._at, self._tokens = now, self._depth()
+        passed = max(0.0, now - self._at)
         if self.rate is not None:
-            if self._tokens < depth:
-                self._full_at = self._at + (depth - self._tokens) / self.rate
-            self._tokens = min(depth, self._tokens + self.rate * max(0.0, now - self._at))
-        self._at = max(now, self._at)
+            self._tokens = min(self._depth(), self._tokens + self.rate * passed)
+        self._load *= math.exp(-passed / LOAD_S)
+        self._at += passed
 
 
 class Pacer:
@@ -92,6 +92,8 @@ class Pacer:
         self._bucket = Bucket(rate)
         self._urgent: deque[_Waiter] = deque()
         self._others: deque[_Waiter] = deque()
+        self._ahead = 0.0  # bytes
+        self._adjust_at = 0.0
         self.total = 0
 
     @property
@@ -117,18 +119,30 @@ class Pacer:
             size -= part
         self.total += size
 
-    def allows_more(self, outstanding: int, last_asked: float) -> bool:
+    def allows_more(self, outstanding: int) -> bool:
         """Whether to ask others for more while ``outstanding`` bytes have not arrived yet.
 
         A reader that is slowed down does not slow a sender down before its window is
-        full, so what is asked for is bounded: to two seconds' worth, or to what keeps
-        the cap busy where each sender is slower than it. ``last_asked``: trio time.
+        full, so what is asked for is bounded: to two seconds' worth, and more only as
+        long as senders are so slow that this leaves the cap unused.
         """
         rate = self._bucket.rate
-        if rate is None or outstanding == 0 or outstanding < rate * AHEAD_S:
+        if rate is None or outstanding == 0:
             return True
         now = trio.current_time()
-        return now - last_asked >= 1.0 and self._bucket.idle_s(now) >= 1.0
+        self._ahead = max(self._ahead, rate * AHEAD_S)
+        if now >= self._adjust_at:
+            self._adjust_at = now + 1.0
+            if self.busy:
+                self._ahead = max(rate * AHEAD_S, 0.8 * self._ahead)
+            elif outstanding >= self._ahead:
+                self._ahead = min(1.5 * self._ahead, MOST_AHEAD)
+        return outstanding < self._ahead
+
+    @property
+    def busy(self) -> bool:
+        """Whether the cap is what limits just now."""
+        return self._bucket.rate is not None and self._bucket.load(trio.current_time()) >= BUSY
 
     def streams(self, most: int) -> int:
         """How many streams, 1 to ``most``, can share the cap and each look alive to its receiver."""

@@ -1,7 +1,8 @@
 """Any network under bandwidth caps: what every stream carries, in both directions, passes two pacers (R12).
 
-Bulk transfers wait for everything else, so that a cap never delays heartbeats and
-receipts by more than a piece. Written bytes are held back before they are sent.
+Bulk transfers wait for small messages, so that a cap never delays heartbeats and
+receipts by more than a piece; large messages share with bulk, whose receivers would
+take a long silence for a stall. Written bytes are held back before they are sent.
 Received ones are held back after they have arrived: a sender may be one window ahead
 on each stream (256 KiB on libp2p), so whoever fetches also bounds what it asks for
 (``Pacer.allows_more``).
@@ -14,8 +15,10 @@ import trio
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.messages import SHARD_PROTOCOL
 from barnraise.protocol.network import Handler, Network, Stream
+from barnraise.protocol.tree_messages import BULK_PROTOCOL
 
-BULK = frozenset({SHARD_PROTOCOL})
+BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
+_SMALL = 16 * 1024  # bytes: larger messages are no more urgent than bulk
 _RESET_S = 2.0
 
 
@@ -45,8 +48,9 @@ class PacedStream:
 
     async def write(self, data: bytes) -> None:
         """Send all of ``data``, piece by piece. Cancelled in the middle, the stream is reset."""
+        urgent = self._urgent and len(data) <= _SMALL
         if self._up.rate is None and len(data) <= self._up.piece:
-            await self._up.take(len(data), urgent=self._urgent)
+            await self._up.take(len(data), urgent=urgent)
             await self._stream.write(data)
             return
         view = memoryview(data)
@@ -54,7 +58,7 @@ class PacedStream:
         try:
             while sent < len(data):
                 part = bytes(view[sent : sent + self._up.piece])
-                await self._up.take(len(part), urgent=self._urgent)
+                await self._up.take(len(part), urgent=urgent)
                 await self._stream.write(part)
                 sent += len(part)
         except trio.Cancelled:

@@ -10,7 +10,7 @@ for 5 s), and gives a peer that makes no progress for 5 s up (R22).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import trio
@@ -29,7 +29,7 @@ DIAL_S = 10.0
 _RESET_S = 2.0
 _SLOWEST = 16 * 1024  # bytes/s: a peer that trickles below this is given up, too
 _PIECE = 256 * 1024
-_PACED_PIECE = 16 * 1024  # under a bandwidth cap: smooth, and progress within the receiver's 5 s
+_BUSY_S = 2.0  # after so long a wait for its turn, a request is answered as if the shard were not here
 
 
 class BadShardError(PeerError):
@@ -51,7 +51,7 @@ class ServeLimits(NamedTuple):
 
     streams: int = 64
     streams_per_peer: int = 4
-    sending: int = 8
+    sending: int = 8  # and as many shards on their way at once
     misses: int = 1024  # requests in a row for shards that are not here
     idle_s: float = 60.0
     progress_s: float = 30.0  # for each 256 KiB
@@ -74,17 +74,19 @@ def serve_shards(
     *,
     allow: Callable[[str], bool] = lambda peer_id: True,
     sent: Callable[[str, int], None] = lambda peer_id, size: None,
-    pace: Callable[[int], Awaitable[None]] | None = None,
+    slots: Callable[[int], int] = lambda most: most,
 ) -> Handler:
     """A handler for ``SHARD_PROTOCOL`` that serves what ``store`` holds.
 
-    ``allow(peer_id)`` false resets the stream. ``sent(peer_id, bytes)`` is called
-    for each piece sent. ``pace(bytes)``, a bandwidth cap, is awaited before each.
+    ``allow(peer_id)`` false resets the stream, or ends it before the next shard.
+    ``sent(peer_id, bytes)`` is called for each piece sent. ``slots(most)`` says how
+    many of ``most`` shards may be on their way at once: under a bandwidth cap
+    (``barnraise.protocol.bandwidth.Pacer.streams``) so few that each makes progress.
     """
     budget = limits or ServeLimits()
     streams: Counter[str] = Counter()
-    sending = trio.Semaphore(budget.sending)
-    piece = _PIECE if pace is None else _PACED_PIECE
+    sending = 0
+    sent_one = trio.Condition()
 
     async def handle(stream: Stream) -> None:
         peer_id = stream.peer_id
@@ -108,7 +110,7 @@ def serve_shards(
         while misses < budget.misses:
             with trio.fail_after(budget.idle_s):
                 request = await reader.receive()
-            if request is None:
+            if request is None or not allow(stream.peer_id):
                 break
             assert isinstance(request, ShardRequest)
             misses = 0 if await reply(stream, request.digest) else misses + 1
@@ -116,24 +118,42 @@ def serve_shards(
 
     async def reply(stream: Stream, digest: bytes) -> bool:
         size = store.size(digest)
-        if size is not None and size <= MAX_SHARD:
-            async with sending:
+        if size is not None and size <= MAX_SHARD and await begin():
+            try:
                 data = await off_loop(size, lambda: store.get(digest))
                 if data is not None:
                     with trio.fail_after(budget.progress_s):
                         await send_message(stream, ShardReply(found=True, size=len(data)))
                     await send(stream, data)
                     return True
+            finally:
+                await end()
         with trio.fail_after(budget.progress_s):
             await send_message(stream, ShardReply(found=False, size=0))
         return False
 
+    async def begin() -> bool:
+        """Wait for a turn. Who waits for long is told to ask somebody else, not kept in silence."""
+        nonlocal sending
+        with trio.move_on_after(_BUSY_S):
+            async with sent_one:
+                while sending >= slots(budget.sending):
+                    await sent_one.wait()
+                sending += 1
+                return True
+        return False
+
+    async def end() -> None:
+        nonlocal sending
+        sending -= 1
+        with trio.CancelScope(shield=True):
+            async with sent_one:
+                sent_one.notify()
+
     async def send(stream: Stream, data: bytes) -> None:
         view = memoryview(data)
-        for start in range(0, len(data), piece):
-            part = bytes(view[start : start + piece])
-            if pace is not None:
-                await pace(len(part))
+        for start in range(0, len(data), _PIECE):
+            part = bytes(view[start : start + _PIECE])
             with trio.fail_after(budget.progress_s):
                 await stream.write(part)
             sent(stream.peer_id, len(part))

@@ -18,6 +18,7 @@ from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol import shards as shards_module
 from barnraise.protocol import store as store_module
+from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
@@ -25,6 +26,7 @@ from barnraise.protocol.manifest import build_manifest, folder_matches, manifest
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, ShardReply, ShardRequest, Signed
 from barnraise.protocol.network import Network, Stream
+from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.spec import (
     EnvironmentSpec,
@@ -131,7 +133,9 @@ def manifest_of(signed: Signed) -> Manifest:
 class Party:
     """One host with its store and versions, serving shards and able to fetch."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: Network, folder: Path, cap: int | None = None) -> None:
+        down = Pacer(cap)
+        network = PacedNetwork(network, Pacer(), down)
         self.network = network
         self.folder = folder
         self.store = DiskStore(folder / "store")
@@ -145,6 +149,7 @@ class Party:
             self.store,
             lambda version: self.sources,
             report=lambda peer_id, reason: self.banned.append((peer_id, reason)),
+            down=down,
             rng=random.Random(network.peer_id),
         )
 
@@ -169,11 +174,11 @@ class Swarm:
         self.folder = folder
         self.stack = stack
 
-    async def party(self, name: str, bandwidth: float | None = None) -> Party:
+    async def party(self, name: str, bandwidth: float | None = None, cap: int | None = None) -> Party:
         network: MemoryNetwork = await self.stack.enter_async_context(
             self.space.network(name, bandwidth=bandwidth)
         )
-        return Party(network, self.folder / name)
+        return Party(network, self.folder / name, cap)
 
 
 @asynccontextmanager
@@ -512,18 +517,37 @@ async def test_too_little_disk_is_said_before_anything_is_fetched(
         assert origin.uploaded == 0
 
 
-async def test_a_download_cap_is_kept(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
-    async with swarm(tmp_path, latency_s=0.0) as s:
-        origin, node = await s.party("origin"), await s.party("node")
-        signed = publish(origin.store, tmp_path / "made")
-        node.knows(origin.source(origin=True))
-
-        async def pace(size: int) -> None:
-            await trio.sleep(size / (64 * KIB))
-
-        node.fetcher.pace = pace
+@pytest.mark.parametrize("shard", [16 * KIB, 256 * KIB])
+async def test_a_download_cap_is_kept_and_used_and_spares_the_coordinator_all_the_same(
+    shard: int, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with swarm(tmp_path) as s:
+        origin = await s.party("origin")
+        signed = publish(origin.store, tmp_path / "made", size=2048 * KIB, shard=shard)
+        peers = [await s.party(f"peer{number}") for number in range(3)]
+        for peer in peers:
+            publish(peer.store, tmp_path / "made", size=2048 * KIB, shard=shard)
+        node = await s.party("node", cap=100 * KIB)
+        node.knows(origin.source(origin=True), *(peer.source() for peer in peers))
+        begin = trio.current_time()
         await node.ensure(signed)
-        assert trio.current_time() >= 10
+        assert 20.48 * 0.95 < trio.current_time() - begin < 20.48 * 1.1
+        assert origin.uploaded == 0
+        assert node.network.bytes_in < 1.05 * 2048 * KIB  # nothing was fetched twice
+
+
+async def test_a_cap_is_used_up_by_many_slow_peers_together(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with swarm(tmp_path) as s:
+        peers = [await s.party(f"peer{number}", bandwidth=30 * KIB) for number in range(8)]
+        for peer in peers:
+            signed = publish(peer.store, tmp_path / "made", size=4096 * KIB, shard=128 * KIB)
+        node = await s.party("node", cap=100 * KIB)
+        node.knows(*(peer.source() for peer in peers))
+        begin = trio.current_time()
+        await node.ensure(signed)
+        assert trio.current_time() - begin < 40.96 * 1.3
 
 
 @pytest.mark.parametrize("seed", range(3))
