@@ -7,6 +7,7 @@ to run blocking calls all come from outside.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import secrets
@@ -17,7 +18,7 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import scheduler
+from barnraise.coordinator import publisher, scheduler
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
@@ -30,9 +31,16 @@ from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.workers import Learner, Verifier
 from barnraise.protocol.control import Changed, serve_control
-from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
 from barnraise.protocol.hello import answer_hello
-from barnraise.protocol.messages import HELLO_PROTOCOL, MAX_SHARD, SESSION_PROTOCOL, SHARD_PROTOCOL
+from barnraise.protocol.messages import (
+    HELLO_PROTOCOL,
+    MAX_SHARD,
+    SESSION_PROTOCOL,
+    SHARD_PROTOCOL,
+    Manifest,
+)
 from barnraise.protocol.network import Network
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
@@ -76,7 +84,7 @@ async def run_coordinator(
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
-        RunFolderError, StorageError: the journal cannot be opened.
+        RunFolderError, StorageError: the journal cannot be opened, or the newest version's files are damaged.
         EventError: a defect; started again, the coordinator resumes from the journal.
     """
     journal = Journal(run.journal_path)
@@ -95,6 +103,7 @@ async def run_coordinator(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
                 await core.open()
+                await offload(partial(_check_head, run, core))
                 await learn.serve_head()
                 if control:
                     changed = Changed()
@@ -115,6 +124,30 @@ async def run_coordinator(
                 await verifier.close()
     finally:
         journal.close()
+
+
+def _check_head(run: Run, core: Core) -> None:
+    """Nobody could fetch a head whose files are damaged, and the run would stand still without a word."""
+    head, signed = core.state.head, core.journal.manifest(core.state.head)
+    if head < 0 or signed is None:
+        return
+    info = next(item for item in core.state.versions if item.version == head)
+    files = publisher.version_files(run.path, run.spec, head, info.weights)
+    for entry in open_signed(signed, Manifest, run.spec.operator).files:
+        path = files.get(entry.path, run.path / entry.path)
+        try:
+            with path.open("rb") as file:
+                sound = hashlib.file_digest(file, "sha256").digest() == entry.sha256
+        except OSError as error:
+            raise RunFolderError(
+                f"{path} of the newest version cannot be read ({error.strerror or error}): "
+                f"restore {path.parent} from a backup, or copy that version's files from any node"
+            ) from error
+        if not sound:
+            raise RunFolderError(
+                f"{path} of the newest version is damaged: restore it from a backup, "
+                "or copy it from any node that has that version"
+            )
 
 
 def _push_receipts(hub: Hub, write: Write) -> None:

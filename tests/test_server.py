@@ -16,7 +16,7 @@ from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.envelope import content_id, open_signed, sign
-from barnraise.protocol.errors import PeerError, RefusedError
+from barnraise.protocol.errors import PeerError, RefusedError, RunFolderError
 from barnraise.protocol.hello import say_hello
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger_file import verify_ledger_file
@@ -545,6 +545,32 @@ async def test_after_a_restart_the_head_is_served_again(tmp_path: Path, autojump
         for digest, size in manifest_shards(manifest):
             assert await client.fetch(digest, size) is not None
         await client.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "removed"])
+async def test_a_restart_with_a_damaged_head_says_so_instead_of_standing_still(
+    tmp_path: Path, autojump_clock: Clock, damage: str
+) -> None:
+    folder = make_run(tmp_path)
+    swarm = MemorySwarm()
+    async with coordinating(swarm, folder) as coordinator:
+        await head_is(coordinator, 0)
+    path = checkpoint_folder(folder, 0) / "model.safetensors"
+    data = path.read_bytes()
+    match damage:
+        case "flipped":
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        case "truncated":
+            path.write_bytes(data[:100])
+        case "removed":
+            (path.parent / "tokenizer.json").unlink()
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(RunFolderError, match="of the newest version.*any node"),
+        flatten_subgroups=True,
+        allow_unwrapped=True,
+    ):
+        async with coordinating(swarm, folder):
+            pass
 
 
 async def test_an_altered_asset_is_never_published(tmp_path: Path, autojump_clock: Clock) -> None:
