@@ -30,6 +30,7 @@ from barnraise.node.model import (
     GiveBack,
     Granted,
     HeadSeen,
+    Held,
     Joined,
     Judged,
     LinkLost,
@@ -184,6 +185,8 @@ def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
             action = world.running.pop(a % len(world.running))
             options = answers(world, action)
             world.state = core.apply(world.state, options[b % len(options)], world.now)
+        elif kind == 6 and b % 5 == 0:
+            world.feed(Held("" if world.state.held else "the quota is spent", world.now + 50.0))
         elif kind == 6:
             world.now += (0.1, 1.0, 10.0, 100.0)[a % 4]
         elif kind == 7:
@@ -319,6 +322,16 @@ def test_a_pause_stops_the_engine_and_gives_the_lease_back_and_ends_by_itself() 
     world.now = 60.0
     world.step()
     assert world.started[-1] == Ask(0)
+
+
+def test_a_hold_lets_the_unit_finish_and_takes_no_more_until_it_ends() -> None:
+    world = working()
+    assert last(world, Held("the quota is spent", until=60.0)) == []
+    assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1")]
+    assert last(world, Uploaded(b"1", True), Upload) == []
+    assert last(world, HeadSeen(1)) == []
+    assert (world.state.activity.name, world.state.activity.until) == ("paused", 60.0)
+    assert set(last(world, Held(""))) == {Fetch(1), Ask(0)}
 
 
 def test_finish_completes_the_unit_and_its_upload_then_stops() -> None:
