@@ -2,9 +2,9 @@
 
 Every node runs ``barnraise.protocol.treecast.Treecast`` unchanged: overlay, tree,
 messages, choices. What is modelled: a message arrives after half a round trip; a
-shard is a flow whose rate is the smaller of its sender's upload and its receiver's
-download, each divided evenly among the flows there (so a share that one end leaves
-unused is lost: pessimistic); hashing takes its time. What is not: TCP's slow start,
+shard is a flow with an even share of its sender's upload, or less where its receiver's
+download is full (divided max-min fairly; a share of the upload that such a receiver
+leaves is lost, which is pessimistic); hashing takes its time. What is not: TCP's slow start,
 packet loss, and the bytes of messages (which are counted, see ``control_bytes``).
 """
 
@@ -269,13 +269,24 @@ class FlowSim:
         self.do(target, effects)
 
     def _share(self, source: Host, target: Host) -> None:
-        """Divide the links of both ends again."""
-        up = source.up / max(len(source.up_flows), 1)
-        for flow in source.up_flows.values():
-            self._set(flow, min(up, flow.target.down / len(flow.target.down_flows)))
-        down = target.down / max(len(target.down_flows), 1)
-        for flow in target.down_flows.values():
-            self._set(flow, min(down, flow.source.up / len(flow.source.up_flows)))
+        """Divide the links again after a flow between these two began or ended."""
+        targets = {flow.target.name: flow.target for flow in source.up_flows.values()}
+        targets[target.name] = target
+        for host in targets.values():
+            self._fill_download(host)
+
+    def _fill_download(self, host: Host) -> None:
+        """Max-min fair: no flow gets more than its share of its sender's upload; the rest is divided."""
+        wanted = sorted(
+            ((flow.source.up / len(flow.source.up_flows), flow) for flow in host.down_flows.values()),
+            key=lambda pair: pair[0],
+        )
+        left, count = host.down, len(wanted)
+        for share, flow in wanted:
+            rate = min(share, left / count)
+            left -= rate
+            count -= 1
+            self._set(flow, rate)
 
     def _set(self, flow: Flow, rate: float) -> None:
         if rate == flow.rate:

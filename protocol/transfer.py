@@ -76,7 +76,7 @@ class Transfer:
                 times.append(peer.muted_until)
         for state in self._versions.values():
             if state.wanted and not state.complete:
-                times.append(state.progress_at + config.starved_after)
+                times.append(state.progress_at + self._starves_after(state))
         times += [at for at in self._uploads.held_up_at() if at > self._checked_at]
         return min(times, default=None)
 
@@ -109,9 +109,18 @@ class Transfer:
 
     # --- versions
 
-    def want(self, version: int, sizes: Sequence[int], now: float, *, wanted: bool = True) -> Effects:
+    def reconfigure(self, config: TransferConfig, now: float) -> Effects:
+        """Take other settings while transfers run; those under way go on."""
+        self.config = config
+        self._uploads.reconfigure(config)
+        return self._uploads.fill(now)
+
+    def want(
+        self, version: int, sizes: Sequence[int], now: float, *, have: int = 0, wanted: bool = True
+    ) -> Effects:
         """Take part in ``version``, whose shards have these sizes; fetch it unless ``wanted`` is false.
 
+        ``have``: shards that are on disk already, and verified, as a mask (first call only).
         Called again with more sizes it extends the version (a manifest that comes in
         parts). Over ``config.versions`` the oldest is forgotten.
 
@@ -126,12 +135,13 @@ class Transfer:
             while len(self._versions) >= self.config.versions:
                 effects += self.forget(min(self._versions), now)
             state = self._versions[version] = VersionState(sizes, now, wanted=wanted)
+            state.have = have & state.all
             newest_first = sorted(self._versions.items(), reverse=True)
             self._versions.clear()
             self._versions.update(newest_first)
             for name, peer in self._peers.items():
                 effects.append(self._tell(name, peer, version, state, ask=True))
-            return effects
+            return effects if state.missing or not have else [*effects, Complete(version)]
         state.extend(sizes)
         state.wanted = state.wanted or wanted
         return [*self._order_all(version, state, now), *self._uploads.fill(now)]
@@ -258,7 +268,7 @@ class Transfer:
             return effects
         state.have |= bit
         self.stats.received += name is not None
-        state.progress_at, state.starved = now, False
+        state.progress_at, state.starved = now, 0
         message = Have(version=version, indices=(index,))
         for other, peer in self._peers.items():
             if version in peer.holds and version in peer.told:
@@ -365,14 +375,18 @@ class Transfer:
                 effects += self._release(name, version, index, now)
             effects += self._overtake(name, peer, now)
         for version, state in self._versions.items():
-            if state.wanted and not state.complete and state.progress_at + self.config.starved_after <= now:
+            waited = now - state.progress_at
+            if state.wanted and not state.complete and waited >= self._starves_after(state):
                 state.progress_at = now
                 if not state.incoming:
-                    state.starved = True
+                    state.starved += 1
                     effects.append(Report("starved", "", version, -1, "no neighbour sends what is missing"))
                     effects += self._order_all(version, state, now, again=True)
         self._checked_at = now
         return effects + self._uploads.fill(now)
+
+    def _starves_after(self, state: VersionState) -> float:
+        return self.config.starved_after * 2 ** min(state.starved, 4)
 
     def _late_at(self, peer: PeerState) -> float:
         """When the shard on its way from ``peer`` is late: not asked elsewhere, and everything else is."""
@@ -442,7 +456,7 @@ class Transfer:
             return []
         peer.asked[version], peer.busy_told[version] = order, busy
         others = tuple(members(busy))[:MAX_INDICES]
-        return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved))]
+        return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved > 0))]
 
     def _release(self, name: str, version: int, index: int, now: float) -> Effects:
         """The shard on its way from ``name`` will not come: everybody who holds it may be asked."""

@@ -13,7 +13,7 @@ class TransferConfig(Struct, frozen=True):
     """Bounds and times (seconds) of one node's transfers.
 
     ``slots``: shards uploaded at once until the upload is measured; after that one
-    for each ``slot_rate`` bytes/s of it, at most ``max_slots``. ``order``: shards named
+    for each ``slot_rate`` bytes/s of it, at most ``max_slots`` (0: serve nobody). ``order``: shards named
     in one standing order. ``copies``: the origin's limit on what it uploads of a
     version, in copies of it (None: no limit); beyond it only shards go out that no
     neighbour holds or that a starved node orders. ``slow_fraction``: of its fair share;
@@ -73,7 +73,7 @@ class VersionState:
         self.on_way: dict[int, str] = {}  # shard: sender
         self.counts = Counts()
         self.wanted = wanted
-        self.starved = False
+        self.starved = 0  # times in a row that nothing came for long
         self.progress_at = now
         self.sent_bytes = 0
         self.overtaken = 0  # shards taken away from slow senders at the end

@@ -112,9 +112,15 @@ class Treecast:
         """Send a head of our own down the tree (the origin; or a head that came another way)."""
         return self._settle(self.tree.broadcast(version, head, now), now)
 
-    def want(self, version: int, sizes: Sequence[int], now: float, *, wanted: bool = True) -> Effects:
+    def want(
+        self, version: int, sizes: Sequence[int], now: float, *, have: int = 0, wanted: bool = True
+    ) -> Effects:
         """See ``Transfer.want``."""
-        return self._settle(self.transfer.want(version, sizes, now, wanted=wanted), now)
+        return self._settle(self.transfer.want(version, sizes, now, have=have, wanted=wanted), now)
+
+    def reconfigure(self, config: TransferConfig, now: float) -> Effects:
+        """See ``Transfer.reconfigure``."""
+        return self._settle(self.transfer.reconfigure(config, now), now)
 
     def forget(self, version: int, now: float) -> Effects:
         """See ``Transfer.forget``."""

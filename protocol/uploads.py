@@ -31,13 +31,12 @@ class Uplink:
     @property
     def slots(self) -> int:
         """How many shards to send at once: the fan-out."""
-        if not self.rate:
-            return self.config.slots
-        return max(1, min(self.config.max_slots, round(self.rate / self.config.slot_rate)))
+        measured = max(1, round(self.rate / self.config.slot_rate)) if self.rate else self.config.slots
+        return min(measured, self.config.max_slots)
 
     def patience(self, size: int) -> float:
         """Seconds after which a transfer of ``size`` bytes counts as held up by its receiver."""
-        return max(1.0, 3 * size * self.slots / self.rate) if self.rate else 5.0
+        return max(1.0, 3 * size * max(self.slots, 1) / self.rate) if self.rate else 5.0
 
     def note(self, sending: int, sent: int, now: float) -> None:
         """``sending`` shards are under way from now on; ``sent`` bytes were finished just now."""
@@ -67,6 +66,10 @@ class Uploads:
         self._peers, self._versions = peers, versions
         self._sending: dict[str, PeerState] = {}
 
+    def reconfigure(self, config: TransferConfig) -> None:
+        """Take other settings."""
+        self._config = self.uplink.config = config
+
     def held_up_at(self) -> Iterator[float]:
         """When each transfer under way stops counting against the slots."""
         for peer in self._sending.values():
@@ -76,7 +79,7 @@ class Uploads:
         """Begin transfers while there are free slots and somebody to serve."""
         effects: Effects = []
         slots = self.uplink.slots
-        while len(self._sending) < slots + _EXTRA_SLOTS:
+        while slots and len(self._sending) < slots + _EXTRA_SLOTS:
             if len(self._sending) >= slots and sum(at > now for at in self.held_up_at()) >= slots:
                 break
             choice = self._choose()
@@ -109,7 +112,7 @@ class Uploads:
         self._stats.sent_bytes += size
         rate = size / max(now - peer.started_at, 1e-6)
         peer.rate = rate if not peer.rate else 0.7 * peer.rate + 0.3 * rate
-        share = self.uplink.rate / self.uplink.slots
+        share = self.uplink.rate / max(self.uplink.slots, 1)
         peer.slow = peer.slow + 1 if rate < self._config.slow_fraction * share else 0
         self.idle(name, peer, size, now)
         return [Demote(name)] if peer.slow >= 3 and peer.eager else []

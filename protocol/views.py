@@ -118,6 +118,7 @@ class Views:
             return [Send(peer, ShuffleReply(sample=self._sample(peer))), Disconnect(peer)]
         self.pending[peer] = (purpose, contact, now + self.config.reply_timeout)
         if purpose == _JOIN:
+            self._replies_due += 1
             return [Send(peer, OverlayJoin(addresses=self.me.addresses))]
         return [
             Send(
@@ -232,16 +233,17 @@ class Views:
     # --- answers
 
     def _on_join(self, contact: Contact) -> Effects:
-        effects = self._link(contact)
-        effects.append(Send(contact.peer_id, NeighbourReply(accepted=True)))
+        peer = contact.peer_id
+        effects: Effects = [Send(peer, NeighbourReply(accepted=True))]  # before anything on the new link
+        effects.append(Send(peer, ShuffleReply(sample=self._sample(peer))))
+        effects += self._link(contact)
         walk = ForwardJoin(newcomer=contact, ttl=self.config.active_walk)
-        effects += [Send(peer, walk) for peer in self.active if peer != contact.peer_id]
-        return effects
+        return effects + [Send(other, walk) for other in self.active if other != peer]
 
     def _on_forward_join(self, sender: str, newcomer: Contact, ttl: int, now: float) -> Effects:
         peer = newcomer.peer_id
-        if peer == self.me.peer_id or peer in self.banned:
-            return []
+        if peer == self.me.peer_id or peer in self.banned or not newcomer.addresses:
+            return []  # one that cannot be dialled looks for its neighbours itself
         onward = [other for other in self.active if other not in (sender, peer)]
         if ttl == 0 or not onward:
             if peer in self.active or peer in self.pending:
@@ -254,10 +256,10 @@ class Views:
     def _on_neighbour(self, contact: Contact, urgent: bool) -> Effects:
         peer = contact.peer_id
         accepted = urgent or peer in self.active or len(self.active) < self.config.active
-        effects = self._link(contact) if accepted else []
-        effects.append(Send(peer, NeighbourReply(accepted=accepted)))
-        if not accepted:
-            self._remember(contact)
+        effects: Effects = [Send(peer, NeighbourReply(accepted=accepted))]
+        if accepted:
+            return effects + self._link(contact)
+        self._remember(contact)
         return effects
 
     def _on_reply(self, peer: str, accepted: bool, now: float) -> Effects:
@@ -277,7 +279,8 @@ class Views:
         if origin.peer_id == self.me.peer_id or origin.peer_id in self.banned:
             return []
         onward = [other for other in self.active if other not in (sender, origin.peer_id)]
-        if ttl > 0 and onward:
+        answerable = origin.addresses or origin.peer_id != sender  # else only we can answer it
+        if ttl > 0 and onward and answerable:
             walk = Shuffle(origin=origin, ttl=ttl - 1, sample=sample)
             return [Send(self._rng.choice(onward), walk)]
         reply = self._sample(origin.peer_id)

@@ -341,6 +341,15 @@ def test_a_shard_lost_from_disk_is_withdrawn_and_wanted_again() -> None:
     assert orders(effects) == {"a": {1}}
 
 
+def test_shards_on_disk_are_announced_with_the_bitmap_and_serving_can_be_turned_off() -> None:
+    core = Transfer(random.Random(1), TransferConfig(max_slots=0))
+    core.link_up("a", 0.0)
+    assert core.want(1, SIZES, 0.0, have=0b101) == [Send("a", Bitmap(version=1, bits=b"\x05", ask=True))]
+    says(core, "a", ())
+    assert not starts(wants(core, "a", (0, 2)))
+    assert starts(core.reconfigure(TransferConfig(), 1.0))
+
+
 def test_a_manifest_that_comes_in_parts_extends_the_version() -> None:
     core = node("a")
     says(core, "a", (0, 9))

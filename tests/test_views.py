@@ -155,6 +155,18 @@ def test_forty_nodes_that_join_one_after_the_other_are_one_well_linked_overlay()
     assert min(degrees) >= 1
 
 
+def test_nodes_that_only_dial_out_find_their_neighbours_themselves() -> None:
+    mesh = Mesh(seed=4, config=ViewConfig(active=5, passive=20))
+    mesh.add("n0", [])
+    for index in range(1, 30):
+        mesh.add(f"n{index}" if index % 3 else f"nat{index}", ["n0"])
+        mesh.run(0.3)
+    mesh.run(120)
+    check_links(mesh)
+    assert min(len(node.views.active) for node in mesh.nodes.values()) >= 3
+    assert not any(peer.startswith("nat") for node in mesh.nodes.values() for peer in node.views.passive)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 2**16),
