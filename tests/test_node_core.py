@@ -117,7 +117,8 @@ class World:
         if self.stop is not None or self.of(Ask, Fetch, Generate, Load, Upload, GiveBack, Connect):
             return
         due = core.next_wake(self.state, self.now)
-        external = self.state.mode == "pause" or self.state.complete or self.state.head < 0
+        waits = self.state.complete or self.state.head < 0 or self.state.held is not None
+        external = self.state.mode == "pause" or waits
         assert due is not None or external, self.state
 
 
