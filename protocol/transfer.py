@@ -24,7 +24,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from barnraise.protocol.bitmaps import from_bytes, members, pick, to_bytes, to_mask
+from barnraise.protocol.bitmaps import from_bytes, to_bytes, to_mask
+from barnraise.protocol.downloads import Downloads
 from barnraise.protocol.messages import Message
 from barnraise.protocol.transfer_state import (
     Order,
@@ -37,14 +38,13 @@ from barnraise.protocol.transfer_state import (
 from barnraise.protocol.tree_effects import (
     Ban,
     Complete,
-    Drop,
     Effects,
     Report,
     Send,
     StopReceive,
     StopSend,
 )
-from barnraise.protocol.tree_messages import MAX_INDICES, MAX_SHARDS, Bitmap, Cancel, Have, Unavailable, Want
+from barnraise.protocol.tree_messages import MAX_SHARDS, Bitmap, Cancel, Have, Unavailable, Want
 from barnraise.protocol.uploads import Uploads
 
 
@@ -54,13 +54,12 @@ class Transfer:
     def __init__(self, rng: random.Random, config: TransferConfig | None = None) -> None:
         self.config = config or TransferConfig()
         self.stats = Stats()
-        self._rng = rng
         self._peers: dict[str, PeerState] = {}
         self._versions: dict[int, VersionState] = {}  # newest first
         self._uploads = Uploads(self.config, rng, self._peers, self._versions, self.stats)
+        self._downloads = Downloads(self.config, rng, self._peers, self._versions)
         self._muted: dict[str, float] = {}
         self._checked_at = 0.0
-        self._typical = 1.0  # seconds that a shard takes to come, a moving average
 
     # --- what the caller may read
 
@@ -71,12 +70,12 @@ class Transfer:
         times = []
         for peer in self._peers.values():
             if peer.receiving is not None:
-                times.append(min(peer.progress_at + config.progress_timeout, self._late_at(peer)))
+                times.append(min(peer.progress_at + config.progress_timeout, self._downloads.late_at(peer)))
             if peer.muted_until > self._checked_at:
                 times.append(peer.muted_until)
         for state in self._versions.values():
             if state.wanted and not state.complete:
-                times.append(state.progress_at + self._starves_after(state))
+                times.append(state.progress_at + self._downloads.starves_after(state))
         times += [at for at in self._uploads.held_up_at() if at > self._checked_at]
         return min(times, default=None)
 
@@ -113,6 +112,7 @@ class Transfer:
         """Take other settings while transfers run; those under way go on."""
         self.config = config
         self._uploads.reconfigure(config)
+        self._downloads.reconfigure(config)
         return self._uploads.fill(now)
 
     def want(
@@ -122,7 +122,8 @@ class Transfer:
 
         ``have``: shards that are on disk already, and verified, as a mask (first call only).
         Called again with more sizes it extends the version (a manifest that comes in
-        parts). Over ``config.versions`` the oldest is forgotten.
+        parts). Over ``config.versions`` the oldest is forgotten, or not
+        begun if it is this one.
 
         Raises:
             ValueError: more shards than a version may have.
@@ -132,6 +133,8 @@ class Transfer:
         effects: Effects = []
         state = self._versions.get(version)
         if state is None:
+            if len(self._versions) >= self.config.versions and version < min(self._versions):
+                return []
             while len(self._versions) >= self.config.versions:
                 effects += self.forget(min(self._versions), now)
             state = self._versions[version] = VersionState(sizes, now, wanted=wanted)
@@ -144,7 +147,7 @@ class Transfer:
             return effects if state.missing or not have else [*effects, Complete(version)]
         state.extend(sizes)
         state.wanted = state.wanted or wanted
-        return [*self._order_all(version, state, now), *self._uploads.fill(now)]
+        return [*self._downloads.order_all(version, state, now), *self._uploads.fill(now)]
 
     def forget(self, version: int, now: float) -> Effects:
         """Leave ``version``: it is no longer on disk, or no longer wanted."""
@@ -156,7 +159,7 @@ class Transfer:
             if peer.sending is not None and peer.sending[0] == version:
                 effects += self._uploads.stop(name, peer, now)
             if peer.receiving is not None and peer.receiving[0] == version:
-                effects += self._stop_receiving(name, peer)
+                effects += self._downloads.stop(name, peer)
             if version in peer.told:
                 effects.append(Send(name, Bitmap(version=version, bits=b"", ask=False)))
             for known in (peer.holds, peer.orders, peer.asked, peer.busy_told, peer.given):
@@ -191,7 +194,7 @@ class Transfer:
                 self._versions[version].counts.subtract(holds)
         if peer.receiving is not None:
             effects.append(StopReceive(name, *peer.receiving))
-            effects += self._release(name, *peer.receiving, now)
+            effects += self._downloads.release(name, *peer.receiving, now)
         return effects + self._uploads.fill(now)
 
     def link_eager(self, name: str, now: float, *, eager: bool) -> Effects:
@@ -217,10 +220,10 @@ class Transfer:
             return refusal
         bit = 1 << index
         if peer.receiving is not None or (version not in peer.asked and not peer.eager):
-            return [*refusal, *self._strike(name, peer, "unasked", version, index, now)]
+            return [*refusal, *self._downloads.strike(name, peer, "unasked", version, index, now)]
         if not state.missing & bit:
             self.stats.duplicates += 1
-            return [*refusal, *self._order(name, peer, version, state, now)]
+            return [*refusal, *self._downloads.order(name, peer, version, state, now)]
         state.incoming |= bit
         state.on_way[index] = name
         peer.receiving, peer.progress_at, peer.begun_at = (version, index), now, now
@@ -230,7 +233,7 @@ class Transfer:
         effects: Effects = []
         for other, link in self._peers.items():
             if other == name or link.eager or index in link.asked.get(version, ()):
-                effects += self._order(other, link, version, state, now)
+                effects += self._downloads.order(other, link, version, state, now)
         return effects
 
     def progress(self, name: str, now: float) -> None:
@@ -244,7 +247,7 @@ class Transfer:
         peer = self._peers.get(name)
         if peer is not None and peer.receiving == (version, index):
             peer.receiving = None
-            self._typical = 0.9 * self._typical + 0.1 * (now - peer.begun_at)
+            self._downloads.came(now - peer.begun_at)
         return []
 
     def verified(self, name: str | None, version: int, index: int, now: float) -> Effects:
@@ -261,7 +264,7 @@ class Transfer:
             if sender == name:
                 link.strikes = 0
             elif link.receiving == (version, index):
-                effects += self._stop_receiving(sender, link)
+                effects += self._downloads.stop(sender, link)
             if link.receiving == (version, index):
                 link.receiving = None
         if state.have & bit:
@@ -275,7 +278,7 @@ class Transfer:
                 effects.append(Send(other, message))
             asked = peer.asked.get(version)
             if asked is not None and (index in asked or (other == name and len(asked) < self.config.order)):
-                effects += self._order(other, peer, version, state, now)
+                effects += self._downloads.order(other, peer, version, state, now)
         if state.complete:
             effects.append(Complete(version))
         return effects + self._uploads.fill(now)
@@ -292,7 +295,7 @@ class Transfer:
             peer.muted_until = math.inf
             if peer.receiving == (version, index):
                 peer.receiving = None
-        effects += self._release(name, version, index, now)
+        effects += self._downloads.release(name, version, index, now)
         return effects
 
     def lost(self, version: int, index: int, now: float) -> Effects:
@@ -306,7 +309,7 @@ class Transfer:
             if peer.sending == (version, index):
                 effects += self._uploads.stop(name, peer, now)
             effects.append(self._tell(name, peer, version, state, ask=False))
-        return [*effects, *self._order_all(version, state, now), *self._uploads.fill(now)]
+        return [*effects, *self._downloads.order_all(version, state, now), *self._uploads.fill(now)]
 
     # --- shards that go out
 
@@ -334,7 +337,7 @@ class Transfer:
             return []
         match message:
             case Have(indices=indices):
-                return self._on_holds(name, peer, version, state, to_mask(indices), now)
+                return self._downloads.on_holds(name, peer, version, state, to_mask(indices), now)
             case Want():
                 return self._on_want(peer, version, state, message, now)
             case Bitmap(bits=bits, ask=ask):
@@ -342,7 +345,7 @@ class Transfer:
                 effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
                 unhold(state, peer, version, peer.holds.get(version, 0) & ~mask)
                 peer.holds.setdefault(version, 0)
-                return effects + self._on_holds(name, peer, version, state, mask, now)
+                return effects + self._downloads.on_holds(name, peer, version, state, mask, now)
             case Cancel(index=index):
                 if peer.sending != (version, index):
                     return []
@@ -352,11 +355,11 @@ class Transfer:
             case Unavailable(index=index):
                 unhold(state, peer, version, 1 << index & peer.holds.get(version, 0))
                 if peer.receiving != (version, index):
-                    return self._order(name, peer, version, state, now)
+                    return self._downloads.order(name, peer, version, state, now)
                 peer.receiving = None
                 effects = [StopReceive(name, version, index)]
-                effects += self._strike(name, peer, "lied", version, index, now)
-                return effects + self._release(name, version, index, now)
+                effects += self._downloads.strike(name, peer, "lied", version, index, now)
+                return effects + self._downloads.release(name, version, index, now)
         return []
 
     def on_time(self, now: float) -> Effects:
@@ -366,126 +369,28 @@ class Transfer:
             if self._checked_at < peer.muted_until <= now:
                 peer.muted_until = 0.0
                 for version, state in self._versions.items():
-                    effects += self._order(name, peer, version, state, now)
+                    effects += self._downloads.order(name, peer, version, state, now)
             if peer.receiving is not None and peer.progress_at + self.config.progress_timeout <= now:
                 version, index = peer.receiving
                 self.stats.timeouts += 1
-                effects += self._strike(name, peer, "timeout", version, index, now)
-                effects += self._stop_receiving(name, peer)
-                effects += self._release(name, version, index, now)
-            effects += self._overtake(name, peer, now)
+                effects += self._downloads.strike(name, peer, "timeout", version, index, now)
+                effects += self._downloads.stop(name, peer)
+                effects += self._downloads.release(name, version, index, now)
+            effects += self._downloads.overtake(name, peer, now)
         for version, state in self._versions.items():
             waited = now - state.progress_at
-            if state.wanted and not state.complete and waited >= self._starves_after(state):
+            if state.wanted and not state.complete and waited >= self._downloads.starves_after(state):
                 state.progress_at = now
                 if not state.incoming:
                     state.starved += 1
                     effects.append(Report("starved", "", version, -1, "no neighbour sends what is missing"))
-                    effects += self._order_all(version, state, now, again=True)
+                    effects += self._downloads.order_all(version, state, now, again=True)
         self._checked_at = now
         return effects + self._uploads.fill(now)
-
-    def _starves_after(self, state: VersionState) -> float:
-        return self.config.starved_after * 2 ** min(state.starved, 4)
-
-    def _late_at(self, peer: PeerState) -> float:
-        """When the shard on its way from ``peer`` is late: not asked elsewhere, and everything else is."""
-        if peer.receiving is None:
-            return math.inf
-        version, index = peer.receiving
-        state = self._versions[version]
-        if state.missing or state.counts.count(index) < 2:
-            return math.inf
-        return peer.begun_at + max(2.0, 4 * self._typical) * 2**state.overtaken
-
-    def _overtake(self, name: str, peer: PeerState, now: float) -> Effects:
-        """At the end, ask others for what a slow neighbour is still sending; each time later than before."""
-        if self._late_at(peer) > now or peer.receiving is None:
-            return []
-        version, index = peer.receiving
-        self._versions[version].overtaken += 1
-        peer.muted_until = max(peer.muted_until, now + self.config.progress_timeout)
-        return [*self._stop_receiving(name, peer), *self._release(name, version, index, now)]
-
-    # --- what we want
 
     def _tell(self, name: str, peer: PeerState, version: int, state: VersionState, *, ask: bool) -> Send:
         peer.told.add(version)
         return Send(name, Bitmap(version=version, bits=to_bytes(state.have), ask=ask))
-
-    def _on_holds(
-        self, name: str, peer: PeerState, version: int, state: VersionState, mask: int, now: float
-    ) -> Effects:
-        holds = peer.holds.get(version)
-        if holds is None:
-            return []  # its bitmap comes first
-        new = mask & ~holds
-        state.counts.add(new)
-        peer.holds[version] = holds | mask
-        if len(peer.asked.get(version, ())) < self.config.order and new & state.missing:
-            return self._order(name, peer, version, state, now)
-        return []
-
-    def _order_all(self, version: int, state: VersionState, now: float, *, again: bool = False) -> Effects:
-        return [
-            effect
-            for name, peer in self._peers.items()
-            for effect in self._order(name, peer, version, state, now, again=again)
-        ]
-
-    def _order(
-        self,
-        name: str,
-        peer: PeerState,
-        version: int,
-        state: VersionState,
-        now: float,
-        *,
-        again: bool = False,
-    ) -> Effects:
-        """Bring our standing order with ``name`` up to date, if that changes it."""
-        rest = peer.holds.get(version, 0) & state.missing if peer.muted_until <= now else 0
-        chosen = []
-        while rest and len(chosen) < self.config.order:
-            index = pick(state.counts.rarest(rest), self._rng)
-            chosen.append(index)
-            rest ^= 1 << index
-        busy = state.incoming if peer.eager else 0
-        order, before = tuple(chosen), peer.asked.get(version)
-        if not again and busy == peer.busy_told.get(version, 0) and order == (before or ()):
-            return []
-        peer.asked[version], peer.busy_told[version] = order, busy
-        others = tuple(members(busy))[:MAX_INDICES]
-        return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved > 0))]
-
-    def _release(self, name: str, version: int, index: int, now: float) -> Effects:
-        """The shard on its way from ``name`` will not come: everybody who holds it may be asked."""
-        state = self._versions.get(version)
-        if state is None or state.on_way.get(index) != name:
-            return []
-        del state.on_way[index]
-        state.incoming &= ~(1 << index)
-        return self._order_all(version, state, now)
-
-    def _stop_receiving(self, name: str, peer: PeerState) -> Effects:
-        if peer.receiving is None:
-            return []
-        version, index = peer.receiving
-        peer.receiving = None
-        return [StopReceive(name, version, index), Send(name, Cancel(version=version, index=index))]
-
-    def _strike(self, name: str, peer: PeerState, code: str, version: int, index: int, now: float) -> Effects:
-        """Ask ``name`` for nothing for a while, longer each time; at last drop it."""
-        peer.strikes += 1
-        text = f"strike {peer.strikes} of {self.config.strikes}"
-        effects: Effects = [Report(code, name, version, index, text)]
-        peer.muted_until = now + self.config.progress_timeout * peer.strikes**2
-        if peer.strikes >= self.config.strikes:
-            peer.muted_until = now + self.config.mute
-            effects.append(Drop(name, code))
-        return effects
-
-    # --- what others want
 
     def _on_want(self, peer: PeerState, version: int, state: VersionState, want: Want, now: float) -> Effects:
         mask = to_mask(want.indices)
