@@ -25,9 +25,10 @@ import trio
 from barnraise.node.config import NodeConfig
 from barnraise.node.context import Approve
 from barnraise.node.daemon import NodeHandle, Starting, run_node
+from barnraise.protocol.addresses import parse_address
 from barnraise.protocol.control import serve_control
-from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
-from barnraise.protocol.identity import Identity, fingerprint, load_or_create, public_key_of
+from barnraise.protocol.errors import BarnraiseError, PeerError, StorageError
+from barnraise.protocol.identity import Identity, fingerprint, load_or_create
 from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.wire import printable
@@ -69,15 +70,10 @@ def run_from_config(config: NodeConfig) -> int:
 
 def _unusable(address: str) -> str:
     """Why ``address`` cannot be a coordinator's, or ``""``."""
-    example = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
-    place, _, peer_id = address.rpartition("/p2p/")
-    shown = printable(address, 120)
-    if not place.startswith("/"):
-        return f"{shown!r} is not a coordinator's full address; it looks like {example}"
     try:
-        public_key_of(peer_id)
-    except MalformedError as error:
-        return f"{shown!r}: {error}"
+        parse_address(address)
+    except PeerError as error:
+        return str(error)
     return ""
 
 

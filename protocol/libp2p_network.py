@@ -40,6 +40,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
+from barnraise.protocol.addresses import parse_address
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.network import Handler
@@ -202,7 +203,7 @@ class Libp2pNetwork:
         Raises:
             PeerError: not such an address, unreachable, timed out, or another peer answered.
         """
-        host, port, peer_id = _parse(address)
+        host, port, peer_id = parse_address(address)
         if peer_id == self._peer_id:
             raise PeerError(f"{address} is this very host")
         turn = self._dials.setdefault(peer_id, trio.Lock())
@@ -434,28 +435,6 @@ class _OnlyGuardedYamux(MuxerMultistream):
     async def new_conn(self, conn: Any, peer_id: Any) -> GuardedYamux:
         await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
         return GuardedYamux(conn, peer_id, is_initiator=conn.is_initiator)
-
-
-def _parse(address: str) -> tuple[str, int, str]:
-    """``/ip4|ip6|dns.../HOST/tcp/PORT/p2p/PEER`` -> host, port, peer id."""
-    parts = address.strip().strip("/").split("/")
-    shape = "an address looks like /ip4/203.0.113.7/tcp/4600/p2p/12D3KooW..."
-    if len(parts) != 6 or parts[2] != "tcp" or parts[4] != "p2p":
-        raise PeerError(f"{address!r} is not an address that can be dialled; {shape}")
-    kind, host, _, port, _, peer_id = parts
-    try:
-        if kind in ("ip4", "ip6"):
-            version = ipaddress.ip_address(host).version
-            if version != int(kind[2]):
-                raise ValueError(f"{host} is not {kind}")
-        elif kind not in ("dns", "dns4", "dns6"):
-            raise ValueError(f"unknown protocol {kind}")
-        if not 0 < int(port) < 65_536:
-            raise ValueError(f"no such port: {port}")
-        ID.from_string(peer_id)
-    except Exception as error:
-        raise PeerError(f"{address!r} is not an address that can be dialled ({error}); {shape}") from error
-    return host, int(port), peer_id
 
 
 async def _listen(address: str) -> list[trio.SocketListener]:

@@ -358,7 +358,7 @@ class ServerSession:
             log.log(level, "session with %s ended: %s", self.peer_id, error)
         finally:
             self._intake.ended(self)
-            self.reason = self.reason or "cancelled"
+            self.reason = self.reason or "ended here"
             await _finish(self._stream, clean)
 
     def push(self, message: Message) -> bool:

@@ -1,0 +1,37 @@
+"""Multiaddrs as people type them: checked before anything is dialled."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from barnraise.protocol.errors import MalformedError, PeerError
+from barnraise.protocol.identity import public_key_of
+from barnraise.protocol.wire import printable
+
+EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
+
+
+def parse_address(address: str) -> tuple[str, int, str]:
+    """Split ``/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/PEER`` into host, port and peer id.
+
+    Raises:
+        PeerError: not an address that can be dialled; the text says what is wrong with it.
+    """
+    shown = printable(address, 120)
+    parts = address.strip().strip("/").split("/")
+    if len(parts) != 6 or parts[2] != "tcp" or parts[4] != "p2p" or not parts[1]:
+        raise PeerError(f"{shown!r} is not a coordinator's or node's full address; it looks like {EXAMPLE}")
+    kind, host, _, port, _, peer_id = parts
+    try:
+        if kind in ("ip4", "ip6"):
+            if ipaddress.ip_address(host).version != int(kind[2]):
+                raise ValueError(f"{host} is not {kind}")
+        elif kind not in ("dns", "dns4", "dns6"):
+            raise ValueError(f"unknown protocol {kind}")
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+            raise ValueError(f"no such port: {port}")
+        public_key_of(peer_id)
+    except (ValueError, MalformedError) as error:
+        text = printable(str(error), 200)
+        raise PeerError(f"{shown!r} cannot be dialled ({text}); an address looks like {EXAMPLE}") from error
+    return host, int(port), peer_id
