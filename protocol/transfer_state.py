@@ -112,6 +112,7 @@ class PeerState:
         "busy_told",
         "eager",
         "given",
+        "held_up_at",
         "holds",
         "muted_until",
         "orders",
@@ -138,6 +139,7 @@ class PeerState:
         self.given: dict[int, int] = {}  # bytes sent to it, by version
         self.sending: tuple[int, int] | None = None
         self.started_at = 0.0
+        self.held_up_at = 0.0
         self.rate = 0.0  # to it, bytes/s, a moving average
         self.slow = 0
         self.strikes = 0

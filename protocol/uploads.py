@@ -22,17 +22,18 @@ class Uplink:
     """Measures the upload while all slots are in use, and derives how many to use."""
 
     def __init__(self, config: TransferConfig) -> None:
-        self.config = config
         self.rate = 0.0  # bytes/s; 0 until measured
+        self.slots = 0  # how many shards to send at once: the fan-out
+        self.reconfigure(config)
         self._since: float | None = None
         self._time = 0.0
         self._bytes = 0
 
-    @property
-    def slots(self) -> int:
-        """How many shards to send at once: the fan-out."""
-        measured = max(1, round(self.rate / self.config.slot_rate)) if self.rate else self.config.slots
-        return min(measured, self.config.max_slots)
+    def reconfigure(self, config: TransferConfig) -> None:
+        """Take other settings."""
+        self._config = config
+        measured = max(1, round(self.rate / config.slot_rate)) if self.rate else config.slots
+        self.slots = min(measured, config.max_slots)
 
     def patience(self, size: int) -> float:
         """Seconds after which a transfer of ``size`` bytes counts as held up by its receiver."""
@@ -47,6 +48,7 @@ class Uplink:
                 rate = self._bytes / self._time
                 self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
                 self._time, self._bytes = 0.0, 0
+                self.reconfigure(self._config)
         self._since = now if sending >= self.slots else None
 
 
@@ -68,26 +70,30 @@ class Uploads:
 
     def reconfigure(self, config: TransferConfig) -> None:
         """Take other settings."""
-        self._config = self.uplink.config = config
+        self._config = config
+        self.uplink.reconfigure(config)
 
     def held_up_at(self) -> Iterator[float]:
         """When each transfer under way stops counting against the slots."""
         for peer in self._sending.values():
-            yield peer.started_at + self._patience(peer)
+            yield peer.held_up_at
 
     def fill(self, now: float) -> Effects:
         """Begin transfers while there are free slots and somebody to serve."""
         effects: Effects = []
         slots = self.uplink.slots
         while slots and len(self._sending) < slots + _EXTRA_SLOTS:
-            if len(self._sending) >= slots and sum(at > now for at in self.held_up_at()) >= slots:
-                break
+            if len(self._sending) >= slots:
+                moving = [peer for peer in self._sending.values() if peer.held_up_at > now]
+                if len(moving) >= slots:
+                    break
             choice = self._choose()
             if choice is None:
                 break
             name, version, index = choice
             peer, state, bit = self._peers[name], self._versions[version], 1 << index
             peer.sending, peer.started_at = (version, index), now
+            peer.held_up_at = now + self.uplink.patience(state.sizes[index])
             if not peer.holds[version] & bit:  # from now on it counts as held there
                 state.counts.add(bit)
                 peer.holds[version] |= bit
@@ -132,13 +138,6 @@ class Uploads:
         peer.sending = None
         self._sending.pop(name, None)
         self.uplink.note(len(self._sending), size, now)
-
-    def _patience(self, peer: PeerState) -> float:
-        if peer.sending is None:
-            return 0.0
-        version, index = peer.sending
-        state = self._versions.get(version)
-        return self.uplink.patience(state.sizes[index]) if state is not None else 0.0
 
     def _choose(self) -> tuple[str, int, int] | None:
         """Whom to send what: newest version first, then who holds least, then what is rarest."""
