@@ -17,7 +17,8 @@ from zlib import crc32
 
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
-from barnraise.protocol.messages import FRAME_BY_TYPE, Receipt, ReceiptPush, Signed
+from barnraise.protocol.frames import FRAME_BY_TYPE
+from barnraise.protocol.messages import Receipt, ReceiptPush, Signed
 from barnraise.protocol.wire import decode, encode
 
 _HEADER = 8

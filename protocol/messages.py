@@ -391,6 +391,3 @@ FRAMES: tuple[Frame, ...] = (
     Frame(40, ShardRequest, 128, "plain"),
     Frame(41, ShardReply, 64, "plain"),
 )
-
-FRAME_BY_CODE: dict[int, Frame] = {frame.code: frame for frame in FRAMES}
-FRAME_BY_TYPE: dict[type[Message], Frame] = {frame.type: frame for frame in FRAMES}

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from barnraise.protocol.errors import MalformedError
-from barnraise.protocol.messages import FRAME_BY_CODE, FRAME_BY_TYPE, Message
+from barnraise.protocol.frames import FRAME_BY_CODE, FRAME_BY_TYPE
+from barnraise.protocol.messages import Message
 from barnraise.protocol.network import Stream
 
 T = TypeVar("T")

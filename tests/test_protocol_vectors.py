@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import inspect
 
-from barnraise.protocol import ledger, messages, seeds, spec, wire
+from barnraise.protocol import frames, ledger, messages, seeds, spec, tree_messages, wire
 from barnraise.protocol.envelope import content_id, domain, open_signed, sign
 from barnraise.protocol.identity import Identity, fingerprint, peer_id_of
 from barnraise.protocol.merkle import MerkleLog, verify_consistency, verify_inclusion
@@ -30,6 +30,8 @@ PARTS = (
     messages.PatchEntry,
     messages.Rollout,
     messages.Verdict,
+    tree_messages.Contact,
+    tree_messages.HeadMark,
 )
 SIGNED = (
     messages.Manifest,
@@ -65,7 +67,8 @@ def describe(info: inspect.Type) -> str:
     """The notation of docs/protocol.md for one field's type."""
     match info:
         case inspect.IntType():
-            return f"int {number(info.ge)}..{number(info.le)}"
+            high = info.le if info.lt is None else info.lt - 1
+            return f"int {number(info.ge)}..{number(high)}"
         case inspect.FloatType():
             low = (
                 ""
@@ -115,7 +118,7 @@ def row(type_: type[Any]) -> str:
     return f"| {type_.__name__} | {fields(type_)} |"
 
 
-@pytest.mark.parametrize("frame", messages.FRAMES, ids=lambda frame: frame.type.__name__)
+@pytest.mark.parametrize("frame", frames.FRAMES, ids=lambda frame: frame.type.__name__)
 def test_the_document_has_every_frame(frame: messages.Frame) -> None:
     assert frame_row(frame) in DOCUMENT.read_text(encoding="utf-8").splitlines()
 
@@ -135,6 +138,8 @@ def test_the_document_names_every_ledger_rule_and_protocol_id() -> None:
         messages.HELLO_PROTOCOL,
         messages.SESSION_PROTOCOL,
         messages.SHARD_PROTOCOL,
+        tree_messages.TREE_PROTOCOL,
+        tree_messages.BULK_PROTOCOL,
     ):
         assert f"`{name}`" in text, name
 
@@ -265,6 +270,12 @@ def derive() -> dict[str, Any]:
             "LeaseRequest(id=300, policy_version=12)": wire.frame(
                 messages.LeaseRequest(id=300, policy_version=12)
             ).hex(),
+            "Have(version=24, indices=(0, 300))": wire.frame(
+                tree_messages.Have(version=24, indices=(0, 300))
+            ).hex(),
+            "Piece(version=25, index=1, offset=262144, size=5, total=262149)": wire.frame(
+                tree_messages.Piece(version=25, index=1, offset=262144, size=5, total=262149)
+            ).hex(),
         },
         "run_spec": {
             "payload": signed_spec.payload.hex(),
@@ -321,7 +332,7 @@ def test_the_vectors_verify_by_themselves() -> None:
 
 if __name__ == "__main__":
     VECTORS.write_text(json.dumps(derive(), indent=2) + "\n", encoding="utf-8")
-    for frame in messages.FRAMES:
+    for frame in frames.FRAMES:
         print(frame_row(frame))
     for group in (PARTS, SIGNED, SPECS, ENTRIES):
         print()

@@ -1,0 +1,144 @@
+"""A version's shards from the broadcast tree, and from anybody else when the tree does not bring them.
+
+``TreecastFetcher`` takes part in the tree's lists (``barnraise.protocol.tree_index``)
+that hold what is missing. While there is no neighbour, or when nothing has come for a
+while, it asks for a few shards at a time as ``SwarmFetcher`` does, and goes back to
+the tree as soon as that moves again: after a partition, or for a newcomer whose
+neighbours are no further, a download only becomes slower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import trio
+
+from barnraise.node.weights import SwarmFetcher
+from barnraise.protocol.errors import BarnraiseError, PeerError
+from barnraise.protocol.gossip import Gossiper, Watch
+from barnraise.protocol.messages import Manifest
+from barnraise.protocol.tree_index import lists_of
+
+STUCK_S = 10.0  # without a byte from the tree
+TRICKLE_S = 60.0  # without a whole shard from it
+CATCH_UP = 8  # shards asked for beside the tree at a time
+PATIENCE = 5  # attempts beside the tree in a row that find nobody
+_LOOK_S = 0.5
+
+
+class TreecastFetcher:
+    """``barnraise.node.weights.Fetcher`` by way of the tree.
+
+    Attributes:
+        sources: bytes of the download under way, or the last one, by peer id; ``""`` is
+            what did not come down the tree.
+    """
+
+    def __init__(self, gossiper: Gossiper, beside: SwarmFetcher) -> None:
+        self.gossiper = gossiper
+        self.beside = beside
+        self.sources: Counter[str] = Counter()
+
+    async def fetch(
+        self, manifest: Manifest, missing: Mapping[bytes, int], received: Callable[[int], None]
+    ) -> None:
+        """See ``Fetcher.fetch``."""
+        if not missing:
+            return
+        self.sources = Counter()
+        download = _Download(self, manifest, missing, received)
+        try:
+            await download.run()
+        finally:
+            for number in download.lists:
+                self.gossiper.unwant(number)
+
+
+class _Download:
+    def __init__(
+        self,
+        owner: TreecastFetcher,
+        manifest: Manifest,
+        missing: Mapping[bytes, int],
+        received: Callable[[int], None],
+    ) -> None:
+        self.gossiper, self.beside, self.sources = owner.gossiper, owner.beside, owner.sources
+        self.manifest = manifest
+        self.missing = dict(missing)
+        self.received = received
+        self.failure: BarnraiseError | None = None
+        self.changed = trio.Event()
+        self.watch = Watch(self._from_tree, self._failed)
+        self.whole_at = trio.current_time()  # when the tree last brought a shard
+        self.fruitless = 0
+        has = self.gossiper.store.has
+        self.lists = {}
+        for number, shards in lists_of(manifest).items():
+            lacking = {digest for digest, _ in shards if not has(digest)}
+            if lacking and lacking <= self.missing.keys():  # we want the rest of it, and nothing else
+                self.lists[number] = shards
+        in_lists = {digest for shards in self.lists.values() for digest, _ in shards}
+        self.others = {digest: size for digest, size in missing.items() if digest not in in_lists}
+
+    async def run(self) -> None:
+        for number, shards in self.lists.items():
+            self.gossiper.want(number, shards, self.watch)
+        if self.others:
+            await self._beside(self.others)
+        while self.missing and self.failure is None:
+            if self._stuck():
+                await self._catch_up()
+                continue
+            self.changed = trio.Event()
+            with trio.move_on_after(_LOOK_S):
+                await self.changed.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def _stuck(self) -> bool:
+        now = trio.current_time()
+        quiet = now - self.watch.heard_at > STUCK_S or now - self.whole_at > TRICKLE_S
+        return quiet or self.gossiper.alone
+
+    async def _catch_up(self) -> None:
+        digests = list(self.missing)
+        self.beside.rng.shuffle(digests)
+        try:
+            await self._beside({digest: self.missing[digest] for digest in digests[:CATCH_UP]})
+            self.fruitless = 0
+        except PeerError:
+            self.fruitless += 1
+            if self.gossiper.alone or self.fruitless >= PATIENCE:
+                raise
+            await trio.sleep(min(2.0**self.fruitless, STUCK_S))
+
+    async def _beside(self, some: dict[bytes, int]) -> None:
+        has = self.gossiper.store.has
+
+        def arrived(_: int) -> None:
+            for digest in [digest for digest in some if digest in self.missing and has(digest)]:
+                self._got(digest, "")
+
+        await self.beside.fetch(self.manifest, some, arrived)
+        for digest in some:
+            self._got(digest, "")
+        for number in self.lists:
+            self.gossiper.stored(number, some)
+
+    def _from_tree(self, digest: bytes, size: int, peer: str) -> None:
+        self.whole_at = trio.current_time()
+        self.fruitless = 0
+        self._got(digest, peer)
+
+    def _got(self, digest: bytes, peer: str) -> None:
+        size = self.missing.pop(digest, None)
+        if size is None:
+            return
+        self.sources[peer] += size
+        self.received(size)
+        self.changed.set()
+
+    def _failed(self, error: BarnraiseError) -> None:
+        self.failure = error
+        self.changed.set()

@@ -1,0 +1,466 @@
+"""Treecast on a real network: carries out what ``barnraise.protocol.treecast`` decides.
+
+The same code runs over libp2p and in memory. Links are control streams
+(``gossip_link``), shards travel on bulk streams (``gossip_bulk``), heads are
+believed only after ``check_head``. Whatever a neighbour sends, the worst that
+happens is the end of its own link.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import trio
+
+from barnraise.protocol.bitmaps import to_mask
+from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
+from barnraise.protocol.gossip_dial import open_control
+from barnraise.protocol.gossip_heads import Heads
+from barnraise.protocol.gossip_link import Link
+from barnraise.protocol.gossip_shards import ShardTraffic
+from barnraise.protocol.messages import Manifest, Message, Signed
+from barnraise.protocol.network import Network, Stream
+from barnraise.protocol.store import DiskStore
+from barnraise.protocol.transfer_state import TransferConfig
+from barnraise.protocol.tree import TreeConfig
+from barnraise.protocol.tree_effects import (
+    Ban,
+    Complete,
+    Connect,
+    Deliver,
+    Disconnect,
+    Effects,
+    Report,
+    Send,
+    StartSend,
+    StopReceive,
+    StopSend,
+)
+from barnraise.protocol.tree_index import Shards, lists_of, version_of
+from barnraise.protocol.tree_messages import (
+    BULK_PROTOCOL,
+    TREE_FRAMES,
+    TREE_PROTOCOL,
+    Contact,
+    Piece,
+)
+from barnraise.protocol.tree_messages import Gossip as Head
+from barnraise.protocol.treecast import Treecast
+from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.wire import MessageReader
+
+log = logging.getLogger(__name__)
+
+MAX_LINKS = 128
+MAX_ADDRESSES = 16
+LINGER_S = 1.0  # between the decision to part and the end of the connection
+STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
+SWEEP_S = 5.0
+LEAVE_S = 1.0
+LISTS = 8  # transfers taken part in: two for each version that a node keeps, and some
+HEADS = 8
+_CONTROL = frozenset(frame.type for frame in TREE_FRAMES) - {Piece}
+
+
+class Watch:
+    """Who waits for a list: told of each shard that came (digest, bytes, peer), or that the disk refuses."""
+
+    def __init__(
+        self, got: Callable[[bytes, int, str], None], failed: Callable[[BarnraiseError], None]
+    ) -> None:
+        self.got = got
+        self.failed = failed
+        self.heard_at = trio.current_time()  # when bytes for it last arrived
+
+
+class Gossiper:
+    """One node's part in the broadcast. ``run`` it; everything else may be called before and meanwhile.
+
+    Args:
+        bootstrap: contacts to begin with (a node's coordinator).
+        check_head: gives the manifest inside a head that may be believed, and raises
+            SignatureError or MalformedError for any other. Called in a worker thread if large.
+        on_head: told of heads seen for the first time, checked.
+        on_report: told of ``Report`` effects and of bans: code, peer, text.
+        on_change: told when what ``state`` shows may have changed.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        store: DiskStore,
+        bootstrap: Iterable[Contact],
+        check_head: Callable[[Signed], Manifest],
+        rng: random.Random,
+        *,
+        on_head: Callable[[Signed, Manifest], None] = lambda signed, manifest: None,
+        on_report: Callable[[str, str, str], None] = lambda code, peer, text: None,
+        on_change: Callable[[], None] = lambda: None,
+        views: ViewConfig | None = None,
+        transfer: TransferConfig | None = None,
+    ) -> None:
+        addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)
+        me = Contact(peer_id=network.peer_id, addresses=addresses[:MAX_ADDRESSES])
+        self.core = Treecast(
+            me,
+            bootstrap,
+            rng,
+            views=views,
+            tree=TreeConfig(heads=HEADS),
+            transfer=transfer or TransferConfig(versions=LISTS),
+        )
+        self.network = network
+        self.store = store
+        self.banned: dict[str, str] = {}
+        self.defects = 0  # exceptions that should never have been raised
+        self.links: dict[str, Link] = {}
+        self.lists: dict[int, Shards] = {}
+        self.watches: dict[int, Watch] = {}
+        self.sent: Counter[int] = Counter()  # bytes by version
+        self.received: Counter[int] = Counter()
+        self._on_head, self._on_report, self._on_change = on_head, on_report, on_change
+        self._heads = Heads(check_head, 2 * HEADS)
+        self._dialling: set[str] = set()
+        self._nursery: trio.Nursery | None = None
+        self._wake = trio.Event()
+        self._planned = math.inf
+        self._traffic = ShardTraffic(self)
+
+    # --- life
+
+    async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Take part until cancelled, then say goodbye (within a second)."""
+        self.network.set_handler(TREE_PROTOCOL, self._serve_control)
+        self.network.set_handler(BULK_PROTOCOL, self._serve_bulk)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self.do(self.core.start(trio.current_time()))
+                nursery.start_soon(self._keep_time)
+                nursery.start_soon(self._sweep)
+                task_status.started()
+        finally:
+            self._nursery = None
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + LEAVE_S):
+                await self._leave()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no neighbour, and none is being asked."""
+        views = self.core.views
+        return self._nursery is None or not (views.active or views.pending or self._dialling)
+
+    @property
+    def newest_head(self) -> bytes | None:
+        """The content id of the newest head that was checked here."""
+        return self._heads.newest()
+
+    # --- versions
+
+    def publish(self, signed: Signed, manifest: Manifest) -> None:
+        """Send a checked head down the tree (ours, or one that came another way). Repeats do nothing."""
+        now = trio.current_time()
+        self._heads.remember(signed, manifest)
+        self.do(self.core.publish(manifest.version, signed, now))
+
+    def hold(self, manifest: Manifest) -> None:
+        """Serve what the store has of a checked manifest; begins or brings up to date."""
+        for number, shards in lists_of(manifest).items():
+            here = [index for index, (digest, _) in enumerate(shards) if self.store.has(digest)]
+            if here:
+                self._take_part(number, shards, here, wanted=False)
+
+    def want(self, number: int, shards: Shards, watch: Watch) -> None:
+        """Fetch a list of a checked manifest; what the store has of it already is served."""
+        self.watches[number] = watch
+        here = [index for index, (digest, _) in enumerate(shards) if self.store.has(digest)]
+        self._take_part(number, shards, here, wanted=True)
+
+    def stored(self, number: int, digests: Iterable[bytes]) -> None:
+        """Shards of a list came another way and are in the store."""
+        wanted = set(digests)
+        for index, (digest, _) in enumerate(self.lists.get(number, ())):
+            if digest in wanted:
+                self.do(self.core.verified(None, number, index, trio.current_time()))
+
+    def unwant(self, number: int) -> None:
+        """Nobody waits for a list any more: it is served if it is whole, and left if not."""
+        self.watches.pop(number, None)
+        shards = self.lists.get(number)
+        if shards is not None and self.core.transfer.bitmap(number).bit_count() < len(shards):
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Take no part in a list any more."""
+        if self.lists.pop(number, None) is not None:
+            self.do(self.core.forget(number, trio.current_time()))
+
+    def retain(self, versions: Iterable[int]) -> None:
+        """Forget lists of other versions than these, but for those that are waited for."""
+        kept = set(versions)
+        for number in list(self.lists):
+            if version_of(number) not in kept and number not in self.watches:
+                self.forget(number)
+
+    def _take_part(self, number: int, shards: Shards, here: Sequence[int], *, wanted: bool) -> None:
+        now = trio.current_time()
+        core = self.core
+        fresh = number not in self.lists
+        self.lists[number] = shards
+        sizes = [size for _, size in shards]
+        effects = core.want(number, sizes, now, have=to_mask(here), wanted=wanted)
+        if not fresh:
+            for index in here:
+                effects += core.verified(None, number, index, now)
+        self.do(effects)
+        for known in [known for known in self.lists if known not in core.transfer.versions()]:
+            del self.lists[known]  # crowded out by this one
+        for counter in (self.sent, self.received):
+            for version in sorted(counter)[: -2 * LISTS]:
+                del counter[version]
+
+    def ban(self, peer: str, reason: str) -> None:
+        """Refuse ``peer`` from now on: it was caught elsewhere."""
+        if peer not in self.banned:
+            self._on_report("banned", peer, reason)
+            self.banned[peer] = reason
+            self.do(self.core.ban(peer, trio.current_time()))
+
+    # --- effects
+
+    def do(self, effects: Effects) -> None:
+        """Carry out what the machine wants; never waits."""
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    link = self.links.get(peer)
+                    if link is not None and not link.post(message):
+                        self.end(link, "it does not read what it is sent")
+                case StartSend(peer=peer, version=number, index=index):
+                    self._traffic.start(peer, number, index)
+                case StopSend(peer=peer, version=number, index=index):
+                    self._traffic.stop(peer, number, index)
+                case StopReceive(peer=peer, version=number, index=index):
+                    self._traffic.drop(peer, number, index)
+                case Connect(contact=contact):
+                    self._connect(contact)
+                case Disconnect(peer=peer):
+                    self.spawn(self._part_later, peer)
+                case Deliver(peer=peer, head=head):
+                    self._delivered(peer, head)
+                case Ban(peer=peer, reason=reason):
+                    self._ban(peer, reason)
+                case Report(code=code, peer=peer, text=text):
+                    self._on_report(code, peer, text)
+                case Complete(version=number):
+                    self._on_change()
+        wake = self.core.wake_at
+        if wake is not None and wake < self._planned:
+            self._wake.set()
+
+    def spawn(self, task: Callable[..., Any], *arguments: object) -> None:
+        """Start a task that ends with ``run``."""
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *arguments)
+
+    def _delivered(self, peer: str, head: Signed) -> None:
+        manifest = self._heads.manifest_of(head)
+        if peer and manifest is not None:  # it is news to us
+            self._on_head(head, manifest)
+
+    def _ban(self, peer: str, reason: str) -> None:
+        self.banned.setdefault(peer, reason)
+        self._on_report("banned", peer, reason)
+        link = self.links.get(peer)
+        if link is not None:
+            self.spawn(self._end_soon, link, reason)  # the machine is in the middle of it
+
+    async def _end_soon(self, link: Link, reason: str) -> None:
+        self.end(link, reason)
+        await trio.lowlevel.checkpoint()
+
+    # --- time
+
+    async def _keep_time(self) -> None:
+        while True:
+            wake = self.core.wake_at
+            self._planned = math.inf if wake is None else wake
+            self._wake = trio.Event()
+            with trio.move_on_at(self._planned):
+                await self._wake.wait()
+                continue
+            self.do(self.core.on_time(trio.current_time()))
+            again = self.core.wake_at
+            if again is not None and again <= trio.current_time():
+                await trio.sleep(0.05)  # whatever is due stays due: no reason to spin
+
+    async def _sweep(self) -> None:
+        """End links that are nobody's: strangers who say nothing, leftovers of a hang-up."""
+        while True:
+            await trio.sleep(SWEEP_S)
+            now = trio.current_time()
+            for link in list(self.links.values()):
+                if not self._needed(link.peer_id) and now - link.since > STRANGER_S:
+                    self.end(link, "no neighbour", abruptly=False)
+            self._on_change()
+
+    def _needed(self, peer: str) -> bool:
+        return peer in self.core.views.active or peer in self.core.views.pending
+
+    async def _part_later(self, peer: str) -> None:
+        link = self.links.get(peer)
+        await trio.sleep(LINGER_S)
+        if link is not None and self.links.get(peer) is link and not self._needed(peer):
+            self.end(link, "parted", abruptly=False)
+
+    # --- connections
+
+    def _connect(self, contact: Contact) -> None:
+        peer = contact.peer_id
+        if peer in self._dialling:
+            return
+        self._dialling.add(peer)
+        self.spawn(self._dial, contact)
+
+    async def _dial(self, contact: Contact) -> None:
+        peer = contact.peer_id
+        stream: Stream | None = None
+        try:
+            await trio.lowlevel.checkpoint()  # the machine may be in the middle of something
+            if peer not in self.links and peer not in self.banned:
+                stream = await open_control(self.network, contact)
+        except PeerError as error:
+            log.debug("cannot link to %s: %s", peer, error)
+        finally:
+            self._dialling.discard(peer)
+        now = trio.current_time()
+        if stream is not None:
+            link = self._link(peer, stream)
+            self.spawn(self._read_own, link, stream)
+        elif peer not in self.links:
+            self.do(self.core.connect_failed(peer, now))
+            return
+        self.do(self.core.connected(peer, now))
+
+    def _link(self, peer: str, stream: Stream) -> Link:
+        """The link to ``peer``, with one stream more."""
+        link = self.links.get(peer)
+        if link is None:
+            link = self.links[peer] = Link(peer, trio.current_time())
+            link.streams.append(stream)
+            self.spawn(self._write, link)
+        else:
+            link.streams.append(stream)
+        return link
+
+    def end(self, link: Link, reason: str, *, abruptly: bool = True) -> None:
+        """Close a link and tell the machine; safe to call twice."""
+        if link.ended:
+            return
+        link.stop(reason)
+        del self.links[link.peer_id]
+        link.streams += self._traffic.ended(link)
+        if self._nursery is not None:
+
+            async def close() -> None:
+                await link.close(abruptly=abruptly)
+
+            self._nursery.start_soon(close)
+        log.debug("link to %s ended: %s", link.peer_id, reason)
+        self.do(self.core.disconnected(link.peer_id, trio.current_time()))
+
+    async def _leave(self) -> None:
+        links = list(self.links.values())
+        self.do(self.core.leave(trio.current_time()))
+
+        async def part(link: Link) -> None:
+            with suppress(BarnraiseError):
+                await link.flush()
+            await link.close(abruptly=False)
+
+        async with trio.open_nursery() as nursery:
+            for link in links:
+                nursery.start_soon(part, link)
+
+    # --- streams
+
+    async def _serve_control(self, stream: Stream) -> None:
+        peer = stream.peer_id
+        link = self.links.get(peer)
+        full = len(self.links) >= MAX_LINKS if link is None else len(link.streams) >= 2
+        if self._nursery is None or peer in self.banned or full:
+            await stream.reset()
+            return
+        fresh = link is None
+        link = self._link(peer, stream)
+        if fresh:
+            self.do(self.core.connected(peer, trio.current_time()))
+        await self._read(link, stream)
+
+    async def _read_own(self, link: Link, stream: Stream) -> None:
+        with link.task():
+            await self._read(link, stream)
+
+    async def _write(self, link: Link) -> None:
+        with link.task():
+            try:
+                await link.write()
+            except BarnraiseError as error:
+                self.end(link, str(error))
+
+    async def _read(self, link: Link, stream: Stream) -> None:
+        """Take messages until the link ends; its end is ours to note, whatever the cause."""
+        reason = "the other side closed it"
+        reader = MessageReader(stream, _CONTROL)
+        try:
+            while not link.ended:
+                message = await reader.receive()
+                if message is None:
+                    break
+                await link.throttle()
+                await self._take(link, message)
+        except BarnraiseError as error:
+            reason = str(error)
+            if isinstance(error, MalformedError | SignatureError):
+                log.warning("the link to %s ends: %s", link.peer_id, error)
+        except Exception:
+            self.defects += 1
+            reason = "a message could not be handled"
+            log.exception("a message of %s could not be handled", link.peer_id)
+        self.end(link, reason)
+
+    async def _take(self, link: Link, message: Message) -> None:
+        if isinstance(message, Head):
+            try:
+                await self._heads.believe(message)
+            except SignatureError as error:
+                if not link.ended:
+                    self._on_report("forged", link.peer_id, str(error))
+                    self.do(self.core.ban(link.peer_id, trio.current_time()))
+                raise
+        if not link.ended:
+            self.do(self.core.on_message(link.peer_id, message, trio.current_time()))
+
+    async def _serve_bulk(self, stream: Stream) -> None:
+        link = self.links.get(stream.peer_id)
+        if link is None or self._nursery is None or stream.peer_id in self.banned:
+            await stream.reset()
+            return
+        try:
+            await self._traffic.read(link, stream)
+        except BarnraiseError as error:
+            if isinstance(error, MalformedError):
+                log.warning("the link to %s ends: %s", link.peer_id, error)
+            self.end(link, str(error))
+            await stream.reset()
+        except Exception:
+            self.defects += 1
+            log.exception("a shard of %s could not be handled", link.peer_id)
+            self.end(link, "a shard could not be handled")
+            await stream.reset()

@@ -1,0 +1,247 @@
+"""The shards that move between one node and its neighbours: read, checked, stored; sent and stopped.
+
+Each outbound transfer is a task; a neighbour's transfers share one bulk stream and
+follow each other on it. What arrives is hashed and stored off the event loop, a few
+shards at a time, and counts only then.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, StorageError
+from barnraise.protocol.gossip_bulk import PieceReader, Receiving, Sending
+from barnraise.protocol.gossip_link import Link
+from barnraise.protocol.manifest import check_shard
+from barnraise.protocol.network import Stream
+from barnraise.protocol.shards import off_loop
+from barnraise.protocol.tree_index import version_of
+from barnraise.protocol.tree_messages import BULK_PROTOCOL, Piece
+
+if TYPE_CHECKING:
+    from barnraise.protocol.gossip import Gossiper
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 10.0
+MAX_STREAMS = 2  # of one neighbour; it needs one
+CHECKS = 4  # shards being hashed and stored at a time, each in memory
+
+
+class ShardTraffic:
+    """The bulk streams of one ``Gossiper``."""
+
+    def __init__(self, owner: Gossiper) -> None:
+        self._owner = owner
+        self._sending: dict[str, Sending] = {}
+        self._streams: dict[str, Stream] = {}
+        self._turns: dict[str, trio.Lock] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._checks = trio.Semaphore(CHECKS)
+
+    # --- what the machine wants
+
+    def start(self, peer: str, number: int, index: int) -> None:
+        """Begin to send a shard."""
+        link = self._owner.links.get(peer)
+        if link is not None:
+            sending = self._sending[peer] = Sending(number, index)
+            self._owner.spawn(self._send, link, sending)
+
+    def stop(self, peer: str, number: int, index: int) -> None:
+        """Stop sending a shard after the piece under way."""
+        sending = self._sending.get(peer)
+        if sending is not None and (sending.number, sending.index) == (number, index):
+            sending.stopped = True
+            del self._sending[peer]
+
+    def drop(self, peer: str, number: int, index: int) -> None:
+        """Forget what arrived of a shard, and what will."""
+        receiving = self._receiving.get(peer)
+        if receiving is not None and (receiving.number, receiving.index) == (number, index):
+            receiving.drop()
+
+    def ended(self, link: Link) -> list[Stream]:
+        """The link is over; returns streams of ours to close with it."""
+        peer = link.peer_id
+        sending = self._sending.pop(peer, None)
+        if sending is not None:
+            sending.stopped = True
+        self._receiving.pop(peer, None)
+        self._turns.pop(peer, None)
+        stream = self._streams.pop(peer, None)
+        return [] if stream is None else [stream]
+
+    # --- out
+
+    async def _send(self, link: Link, sending: Sending) -> None:
+        owner, peer = self._owner, link.peer_id
+        number, index = sending.number, sending.index
+        with link.task():
+            turn = self._turns.setdefault(peer, trio.Lock())
+            async with turn:  # the last piece of a stopped shard may still be on its way out
+                try:
+                    whole = await self._deliver(link, sending)
+                except BarnraiseError as error:
+                    owner.end(link, str(error))
+                    return
+                except Exception:
+                    owner.defects += 1
+                    log.exception("a shard for %s could not be sent", peer)
+                    owner.end(link, "a shard could not be sent")
+                    return
+            if link.ended or sending.stopped:
+                return
+            del self._sending[peer]
+            now = trio.current_time()
+            if whole:
+                owner.do(owner.core.sent(peer, number, index, now))
+            elif number in owner.watches:
+                owner.do(owner.core.lost(number, index, now))
+            else:
+                owner.forget(number)  # a version that is going, or damaged on disk
+
+    async def _deliver(self, link: Link, sending: Sending) -> bool:
+        """Send a shard; False if it is not here any more, or no longer wanted."""
+        owner, peer = self._owner, link.peer_id
+        shards = owner.lists.get(sending.number, ())
+        if sending.stopped or sending.index >= len(shards):
+            return False
+        digest, size = shards[sending.index]
+        data = await off_loop(size, lambda: owner.store.get(digest))
+        if data is None or len(data) != size or sending.stopped:
+            return False
+        stream = self._streams.get(peer)
+        if stream is None:
+            with trio.move_on_after(OPEN_S):
+                stream = await owner.network.open_stream(peer, BULK_PROTOCOL)
+            if stream is None:
+                raise PeerError(f"{peer} opened no stream for shards within {OPEN_S:.0f} s")
+            if link.ended:
+                await stream.reset()
+                return False
+            self._streams[peer] = stream
+        version = version_of(sending.number)
+
+        def moved(more: int) -> None:
+            link.sent.add(more, trio.current_time())
+            owner.sent[version] += more
+
+        return await sending.run(stream, data, moved)
+
+    # --- in
+
+    async def read(self, link: Link, stream: Stream) -> None:
+        """Take what ``link``'s neighbour sends on one bulk stream until it ends.
+
+        Raises:
+            MalformedError: what came is no piece, or none of what it claims to be.
+            PeerError: the stream is gone.
+        """
+        owner, peer = self._owner, link.peer_id
+
+        def moved(more: int) -> None:
+            now = trio.current_time()
+            link.received.add(more, now)
+            owner.core.progress(peer, now)
+            receiving = self._receiving.get(peer)
+            if receiving is not None and receiving.taken:
+                watch = owner.watches.get(receiving.number)
+                if watch is not None:
+                    watch.heard_at = now
+
+        if link.bulk_streams >= MAX_STREAMS:
+            raise MalformedError(f"more than {MAX_STREAMS} streams for shards at a time")
+        link.bulk_streams += 1
+        try:
+            await self._read(link, PieceReader(stream, moved))
+        finally:
+            link.bulk_streams -= 1
+
+    async def _read(self, link: Link, reader: PieceReader) -> None:
+        peer = link.peer_id
+        while not link.ended:
+            piece = await reader.header()
+            if piece is None:
+                return
+            receiving = self._begin(link, piece) if piece.offset == 0 else self._receiving.get(peer)
+            part = await reader.body(piece)
+            if link.ended or receiving is None:
+                continue
+            if not receiving.expects(piece):
+                if receiving.taken:
+                    raise MalformedError(f"a piece at {piece.offset} where {receiving.offset} was due")
+                continue
+            if receiving.add(part):
+                self._receiving.pop(peer, None)
+                if receiving.taken:
+                    await self._whole(link, receiving)
+
+    def _begin(self, link: Link, piece: Piece) -> Receiving:
+        """A neighbour begins a shard: whether we take it is the machine's decision."""
+        owner, peer = self._owner, link.peer_id
+        shards = owner.lists.get(piece.version)
+        if shards is not None:
+            if piece.index >= len(shards):
+                raise MalformedError(f"shard {piece.index} of a list of {len(shards)}")
+            if piece.total != shards[piece.index][1]:
+                raise MalformedError(
+                    f"shard {piece.index} has {shards[piece.index][1]} bytes, {piece.total} are announced"
+                )
+        receiving = self._receiving[peer] = Receiving(piece)
+        if shards is None:
+            receiving.drop()
+        owner.do(owner.core.incoming(peer, piece.version, piece.index, trio.current_time()))
+        return receiving
+
+    async def _whole(self, link: Link, receiving: Receiving) -> None:
+        owner, peer = self._owner, link.peer_id
+        number, index = receiving.number, receiving.index
+        owner.do(owner.core.received(peer, number, index, trio.current_time()))
+        shards = owner.lists.get(number)
+        if shards is None:
+            return
+        await self._checks.acquire()
+        try:
+            owner.spawn(self._check, peer, number, index, shards[index][0], bytes(receiving.data))
+        except BaseException:
+            self._checks.release()
+            raise
+
+    async def _check(self, peer: str, number: int, index: int, digest: bytes, data: bytes) -> None:
+        owner = self._owner
+
+        def keep() -> bool:
+            if not check_shard(data, digest):
+                return False
+            owner.store.put(digest, data, checked=True)
+            return True
+
+        try:
+            good = await off_loop(len(data), keep)
+        except StorageError as error:
+            watch = owner.watches.get(number)
+            owner.forget(number)
+            if watch is not None:
+                watch.failed(error)
+            return
+        except Exception:
+            owner.defects += 1
+            log.exception("a shard of %s could not be stored", peer)
+            owner.forget(number)
+            return
+        finally:
+            self._checks.release()
+        now = trio.current_time()
+        if not good:
+            owner.do(owner.core.corrupt(peer, number, index, now))
+            return
+        owner.received[version_of(number)] += len(data)
+        watch = owner.watches.get(number)
+        if watch is not None:
+            watch.heard_at = now
+            watch.got(digest, len(data), peer)
+        owner.do(owner.core.verified(peer, number, index, now))

@@ -1,0 +1,60 @@
+"""What a viewer is shown of a node's part in the tree: plain values for the state tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barnraise.protocol.gossip import Gossiper
+from barnraise.protocol.tree_index import files_list, version_of
+
+SHOWN_BANS = 64
+
+
+def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
+    """Neighbours, parent, versions. Rates in bytes per second, sizes in bytes.
+
+    ``sending`` and ``receiving`` name a version; ``parent`` is who brought the newest head
+    (None: it is our own, or came another way). ``versions``: shards here, of how many, by
+    what (``files`` or ``patch``), and what moved of the version down the tree.
+    """
+    core = gossiper.core
+    sending, receiving = core.transfer.sending(), core.transfer.receiving()
+    neighbours = []
+    for peer in core.views.active:
+        link = gossiper.links.get(peer)
+        neighbours.append(
+            {
+                "peer": peer,
+                "eager": peer in core.tree.eager,
+                "sending": version_of(sending[peer][0]) if peer in sending else None,
+                "receiving": version_of(receiving[peer][0]) if peer in receiving else None,
+                "rate_out": 0 if link is None else round(link.sent.rate(now)),
+                "rate_in": 0 if link is None else round(link.received.rate(now)),
+                "bytes_out": 0 if link is None else link.sent.total,
+                "bytes_in": 0 if link is None else link.received.total,
+            }
+        )
+    newest = gossiper.newest_head
+    return {
+        "neighbours": neighbours,
+        "parent": None if newest is None else core.tree.parent(newest),
+        "eager": sum(1 for neighbour in neighbours if neighbour["eager"]),
+        "lazy": sum(1 for neighbour in neighbours if not neighbour["eager"]),
+        "known": len(core.views.passive),
+        "upload": round(core.transfer.upload),
+        "fan_out": core.transfer.fan_out,
+        "banned": [
+            {"peer": peer, "reason": reason} for peer, reason in list(gossiper.banned.items())[-SHOWN_BANS:]
+        ],
+        "versions": [
+            {
+                "version": version_of(number),
+                "what": "files" if number == files_list(version_of(number)) else "patch",
+                "have": core.transfer.bitmap(number).bit_count(),
+                "of": len(shards),
+                "bytes_out": gossiper.sent[version_of(number)],
+                "bytes_in": gossiper.received[version_of(number)],
+            }
+            for number, shards in sorted(gossiper.lists.items(), reverse=True)
+        ],
+    }

@@ -1,0 +1,297 @@
+"""Treecast's shell: real streams, stores and hashes on the in-memory network, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+from gossip_support import CONFIG, KIB, make_version, meadow, opened
+
+from barnraise.protocol import shards as shards_module
+from barnraise.protocol.errors import PeerError, StorageError
+from barnraise.protocol.messages import PatchEntry
+from barnraise.protocol.network import Stream
+from barnraise.protocol.store import DiskStore
+from barnraise.protocol.transfer_state import TransferConfig
+from barnraise.protocol.tree_index import lists_of
+from barnraise.protocol.tree_messages import BULK_PROTOCOL, TREE_PROTOCOL, Piece
+from barnraise.protocol.wire import frame
+
+Clock = trio.testing.MockClock
+
+
+@pytest.fixture(autouse=True)
+def _inline_file_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "autojump_clock" in request.fixturenames:  # it does not wait for worker threads
+        monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
+
+
+async def test_twelve_nodes_get_a_version_and_the_origin_uploads_far_less_than_twelve_copies(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=1000 * KIB)
+        for number in range(12):
+            await field.add(f"n{number}", up=1000 * KIB, down=4000 * KIB)
+            await trio.sleep(0.3)
+        await trio.sleep(20)
+        signed = origin.publish(1, 1024 * KIB)
+        assert await field.until_done(1) < 4  # 12 copies one after the other would take 12 s
+        assert all(host.whole(signed) for name, host in field.hosts.items() if name != "o")
+        assert origin.uploaded(1) < 5 * 1024 * KIB
+        assert origin.asked == 0
+
+
+async def test_a_node_that_crashes_mid_broadcast_holds_nobody_up(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=500 * KIB)
+        for number in range(6):
+            await field.add(f"n{number}", up=500 * KIB)
+        await trio.sleep(20)
+        signed = origin.publish(1)
+        await trio.sleep(1.0)
+        assert 1 not in field.hosts["n2"].done
+        field.crash("n2")
+        await field.until_done(1, limit=60)
+        assert all(host.whole(signed) for name, host in field.hosts.items() if name != "o")
+
+
+async def test_late_joiners_and_those_who_missed_versions_catch_up(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=1000 * KIB)
+        for number in range(4):
+            await field.add(f"n{number}", up=1000 * KIB)
+        await trio.sleep(10)
+        origin.publish(1)
+        await trio.sleep(0.7)
+        await field.add("late", up=1000 * KIB)  # in the middle of the broadcast
+        await field.until_done(1, limit=60)
+        await field.leave("n3")
+        for version in (2, 3, 4):
+            signed = origin.publish(version)
+            await field.until_done(version, limit=60)
+        await field.add("n3", up=1000 * KIB)
+        assert await field.until_done(4, "n3", limit=60) < 20
+        assert field.hosts["n3"].whole(signed)
+        assert origin.asked == 0
+
+
+async def test_two_versions_in_flight_both_arrive(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=500 * KIB)
+        for number in range(4):
+            await field.add(f"n{number}", up=500 * KIB)
+        await trio.sleep(10)
+        first = origin.publish(1)
+        await trio.sleep(1)
+        second = origin.publish(2)
+        await field.until_done(2, limit=120)
+        await field.until_done(1, limit=120)
+        assert all(h.whole(first) and h.whole(second) for name, h in field.hosts.items() if name != "o")
+
+
+async def test_a_flipped_bit_bans_its_sender_and_costs_nobody_the_version(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=300 * KIB)
+        evil = await field.add("evil", up=3000 * KIB)
+        real = evil.store.get
+
+        def flipped(digest: bytes) -> bytes | None:
+            data = real(digest)
+            return None if data is None else bytes([data[0] ^ 1]) + data[1:]
+
+        for number in range(4):
+            await field.add(f"n{number}", up=300 * KIB)
+        await trio.sleep(10)
+        evil.gossiper.store.get = flipped  # type: ignore[method-assign]
+        signed = origin.publish(1)
+        honest = [f"n{number}" for number in range(4)]
+        await field.until_done(1, *honest, limit=120)
+        assert all(field.hosts[name].whole(signed) for name in honest)
+        caught = [name for name in ("o", *honest) if "evil" in field.hosts[name].gossiper.banned]
+        assert caught
+        for name in caught:
+            assert ("corrupt", "evil") in [report[:2] for report in field.hosts[name].reports]
+            assert "evil" not in field.hosts[name].gossiper.links
+        assert all(not host.gossiper.banned for host in (origin,))
+
+
+async def test_a_forged_head_bans_its_sender_and_goes_no_further(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        await field.add("o")
+        evil = await field.add("evil", fetches=False)
+        for number in range(3):
+            await field.add(f"n{number}")
+        await trio.sleep(10)
+        real = make_version(evil.store, evil.folder, 7)
+        forged = msgspec.structs.replace(real, signature=bytes(64))
+        evil.gossiper.publish(forged, opened(real))
+        await trio.sleep(5)
+        assert all(7 not in host.heads for host in field.hosts.values())
+        assert any("evil" in host.gossiper.banned for host in field.hosts.values())
+
+
+async def test_a_bitmap_that_lies_delays_nobody_for_long(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=300 * KIB)
+        liar = await field.add("liar", fetches=False)
+        for number in range(3):
+            await field.add(f"n{number}", up=300 * KIB)
+        await trio.sleep(10)
+        signed = make_version(origin.store, origin.folder, 1)
+        shards = lists_of(opened(signed))[2]
+        everything = (1 << len(shards)) - 1
+        liar.gossiper.lists[2] = shards
+        liar.gossiper.do(
+            liar.gossiper.core.want(2, [n for _, n in shards], trio.current_time(), have=everything)
+        )
+        origin.gossiper.hold(opened(signed))
+        origin.gossiper.publish(signed, opened(signed))
+        await field.until_done(1, "n0", "n1", "n2", limit=60)
+        assert origin.asked == 0
+
+
+async def test_one_that_only_takes_gets_the_version_and_the_others_do_too(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=500 * KIB)
+        leech = await field.add("leech", transfer=TransferConfig(versions=8, slots=0, max_slots=0))
+        for number in range(4):
+            await field.add(f"n{number}", up=500 * KIB)
+        await trio.sleep(10)
+        origin.publish(1)
+        await field.until_done(1, limit=60)
+        assert leech.uploaded(1) == 0
+
+
+async def test_after_a_partition_the_other_half_gets_what_it_missed(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=1000 * KIB)
+        for number in range(6):
+            await field.add(f"n{number}", up=1000 * KIB)
+        await trio.sleep(10)
+        here, there = ["o", "n0", "n1", "n2"], ["n3", "n4", "n5"]
+        for a in here:
+            for b in there:
+                field.space.partition(a, b)
+        signed = origin.publish(1)
+        await field.until_done(1, "n0", "n1", "n2", limit=60)
+        await trio.sleep(100)
+        assert all(1 not in field.hosts[name].heads for name in there)
+        for a in here:
+            for b in there:
+                field.space.heal(a, b)
+        await field.until_done(1, limit=120)
+        assert all(field.hosts[name].whole(signed) for name in there)
+
+
+async def test_rubbish_costs_its_sender_the_link_and_nobody_anything_else(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o")
+        await field.add("n0")
+        await trio.sleep(5)
+        async with field.space.network("stranger") as network:
+            await network.connect(origin.network.addresses[0])
+            for protocol, data in (
+                (TREE_PROTOCOL, b"\xff" * 100),
+                (TREE_PROTOCOL, frame(Piece(version=2, index=0, offset=0, size=1, total=1))),
+                (BULK_PROTOCOL, b"\x00" * 100),
+            ):
+                stream = await network.open_stream("o", protocol)
+                await stream.write(data)
+                assert await _ended(stream)
+        origin.publish(1)
+        await field.until_done(1, limit=30)
+        assert "stranger" not in origin.gossiper.links
+
+
+async def test_a_stranger_who_says_nothing_does_not_stay(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o")
+        async with field.space.network("stranger") as network:
+            await network.connect(origin.network.addresses[0])
+            await network.open_stream("o", TREE_PROTOCOL)
+            await trio.sleep(5)
+            assert "stranger" in origin.gossiper.links
+            await trio.sleep(60)
+            assert "stranger" not in origin.gossiper.links
+
+
+async def test_a_full_disk_fails_the_download_with_its_reason(
+    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o")
+        full = await field.add("full", beside=False)
+        await field.add("n1")
+        await trio.sleep(5)
+
+        def put(digest: bytes, data: bytes, *, checked: bool = False) -> None:
+            raise StorageError("the disk is full")
+
+        full.store.put = put  # type: ignore[method-assign]
+        origin.publish(1)
+        await field.until_done(1, "n1", limit=30)
+        await trio.sleep(5)
+        assert full.errors == ["the disk is full"]
+        assert not full.gossiper.lists
+
+
+async def test_without_a_tree_the_shards_come_from_the_origin_directly(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o")
+        origin.network.set_handler(TREE_PROTOCOL, _refuse)
+        node = await field.add("n0")
+        signed = make_version(origin.store, origin.folder, 1)
+        await node.get(signed)
+        assert node.whole(signed)
+        assert origin.asked >= 1024 * KIB
+
+
+async def test_patches_travel_as_a_list_of_their_own(tmp_path: Path, autojump_clock: Clock) -> None:
+    manifest = opened(make_version(DiskStore(tmp_path / "s"), tmp_path, 3))
+    patch = PatchEntry(
+        path="model.safetensors",
+        base_version=1,
+        size=20 * KIB,
+        sha256=bytes(32),
+        shards=(b"a" * 32, b"b" * 32),
+    )
+    newer = msgspec.structs.replace(patch, base_version=2, size=10, shards=(b"c" * 32,))
+    lists = lists_of(msgspec.structs.replace(manifest, patches=(patch, newer)))
+    assert set(lists) == {6, 7}
+    assert lists[7] == ((b"c" * 32, 10),)
+    assert sum(size for _, size in lists[6]) == 1024 * KIB + len(CONFIG)
+
+
+async def _refuse(stream: Stream) -> None:
+    await stream.reset()
+
+
+async def _ended(stream: Stream) -> bool:
+    with trio.move_on_after(5):
+        try:
+            while await stream.read(1000):
+                pass
+        except PeerError:
+            pass
+        return True
+    return False
