@@ -262,11 +262,15 @@ class Versions:
         scratch: Path,
         alive: Callable[[], None],
     ) -> dict[str, Path]:
+        """Make the routes' files in ``scratch``; cancelled, it ends at the next block."""
         total = sum(route.entry.size for route in routes)
         done = 0
+        stopped = False
 
         def observe(more: int) -> None:  # in the worker thread
             nonlocal done
+            if stopped:
+                raise StorageError("stopped while a patch was applied")
             done += more
 
         def apply() -> dict[str, Path]:
@@ -277,12 +281,16 @@ class Versions:
             return {route.entry.path: scratch / route.entry.path for route in routes}
 
         async def tell() -> None:
+            nonlocal stopped
             told = 0
-            while True:
-                await trio.sleep(1.0)
-                if done > told:  # silence is for the caller to judge
-                    told = done
-                    alive()
+            try:
+                while True:
+                    await trio.sleep(1.0)
+                    if done > told:  # silence is for the caller to judge
+                        told = done
+                        alive()
+            finally:
+                stopped = True
 
         made: dict[str, Path] = {}
         failure: BarnraiseError | None = None
