@@ -31,6 +31,7 @@ from barnraise.protocol.tree_messages import (
     ShuffleReply,
 )
 
+_LOOK_BACK = 6  # shuffles after which a node with room for neighbours asks its bootstrap contacts again
 _JOIN, _URGENT, _POLITE, _ANSWER = "join", "urgent", "polite", "answer"
 
 
@@ -85,6 +86,7 @@ class Views:
         self._connected: set[str] = set()
         self._replies_due = 0
         self._refreshes = 0
+        self._shuffles = 0
         self._shuffle_at: float | None = None
         self._retry_at: float | None = None
         self._backoff = self.config.bootstrap_backoff[0]
@@ -225,6 +227,9 @@ class Views:
             self._shuffle_at = now + self.config.shuffle_period
             self._refused.clear()
             effects += self._shuffle()
+            self._shuffles += 1
+            if self._shuffles % _LOOK_BACK == 0 and len(self.active) < self.config.active:
+                effects += self._bootstrap_now(now)  # a group cut off from the rest knows only itself
         if self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             effects += self._bootstrap_now(now)
