@@ -150,7 +150,7 @@ class _Download:
     ) -> None:
         self.owner = owner
         self.version = manifest.version
-        self.mirrors = getattr(manifest, "mirrors", ())
+        self.mirrors = manifest.mirrors
         self.received = received
         self.missing = dict(missing)
         order = list(missing)

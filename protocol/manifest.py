@@ -20,6 +20,7 @@ from tempfile import mkdtemp
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, StorageError
 from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, PatchEntry, Signed
+from barnraise.protocol.mirrors import check_mirror
 from barnraise.protocol.spec import RunSpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -145,6 +146,8 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
     _check_sizes(manifest, spec)
     _check_contents(manifest, spec)
     _check_patches(manifest)
+    for url in manifest.mirrors:
+        check_mirror(url)
     return manifest
 
 

@@ -25,6 +25,7 @@ Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=500)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
+Url = Annotated[str, Meta(min_length=1, max_length=256)]
 PeerId = Annotated[str, Meta(min_length=1, max_length=96)]
 Millis = Annotated[int, Meta(ge=0, le=2**53)]
 Version = Annotated[int, Meta(ge=0, le=2**31)]
@@ -267,6 +268,7 @@ class Manifest(Message, frozen=True):
     shard_size: Annotated[int, Meta(ge=1024, le=MAX_SHARD)]
     files: Annotated[tuple[FileEntry, ...], Meta(min_length=1, max_length=256)]
     patches: Annotated[tuple[PatchEntry, ...], Meta(max_length=64)] = ()
+    mirrors: Annotated[tuple[Url, ...], Meta(max_length=8)] = ()  # see barnraise.protocol.mirrors
 
 
 class RolloutLease(Message, frozen=True):
