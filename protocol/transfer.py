@@ -28,6 +28,7 @@ from barnraise.protocol.bitmaps import from_bytes, to_bytes, to_mask
 from barnraise.protocol.downloads import Downloads
 from barnraise.protocol.messages import Message
 from barnraise.protocol.transfer_state import (
+    CROSSING,
     Order,
     PeerState,
     Stats,
@@ -162,7 +163,7 @@ class Transfer:
                 effects += self._downloads.stop(name, peer)
             if version in peer.told:
                 effects.append(Send(name, Bitmap(version=version, bits=b"", ask=False)))
-            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told, peer.given):
+            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told, peer.given, peer.just_sent):
                 known.pop(version, None)
             peer.told.discard(version)
         return effects + self._uploads.fill(now)
@@ -397,5 +398,8 @@ class Transfer:
         peer.orders[version] = Order(mask, to_mask(want.busy), want.starved)
         if peer.sending is not None and peer.sending[0] == version:
             mask &= ~(1 << peer.sending[1])
+        if now - peer.sent_at < CROSSING and not want.starved:
+            mask &= ~peer.just_sent.get(version, 0)  # our shard and its order crossed
+            peer.orders[version].mask = mask
         unhold(state, peer, version, mask)  # it lacks what it orders, whatever we believed
         return self._uploads.fill(now)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
 
 from barnraise.protocol.bitmaps import Counts
+
+CROSSING = 1.0  # seconds in which an order may still name what was sent already
 
 
 class TransferConfig(Struct, frozen=True):
@@ -114,12 +117,14 @@ class PeerState:
         "given",
         "held_up_at",
         "holds",
+        "just_sent",
         "muted_until",
         "orders",
         "progress_at",
         "rate",
         "receiving",
         "sending",
+        "sent_at",
         "slow",
         "started_at",
         "strikes",
@@ -138,6 +143,8 @@ class PeerState:
         self.progress_at = 0.0
         self.given: dict[int, int] = {}  # bytes sent to it, by version
         self.sending: tuple[int, int] | None = None
+        self.just_sent: dict[int, int] = {}  # without a pause since the first of them
+        self.sent_at = -math.inf
         self.started_at = 0.0
         self.held_up_at = 0.0
         self.rate = 0.0  # to it, bytes/s, a moving average

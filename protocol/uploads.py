@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 from barnraise.protocol.bitmaps import pick
-from barnraise.protocol.transfer_state import PeerState, Stats, TransferConfig, VersionState, unhold
+from barnraise.protocol.transfer_state import CROSSING, PeerState, Stats, TransferConfig, VersionState, unhold
 from barnraise.protocol.tree_effects import Demote, Effects, Send, StartSend, StopSend
 from barnraise.protocol.tree_messages import Unavailable
 
@@ -114,6 +114,10 @@ class Uploads:
         size = state.sizes[index]
         state.sent_bytes += size
         peer.given[version] = peer.given.get(version, 0) + size
+        if now - peer.sent_at > CROSSING:
+            peer.just_sent.clear()
+        peer.just_sent[version] = peer.just_sent.get(version, 0) | 1 << index
+        peer.sent_at = now
         self._stats.sent += 1
         self._stats.sent_bytes += size
         rate = size / max(now - peer.started_at, 1e-6)
