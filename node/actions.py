@@ -10,6 +10,7 @@ import logging
 
 import trio
 
+from barnraise.node import overlay
 from barnraise.node.clock import duration
 from barnraise.node.context import Context
 from barnraise.node.engine import Generated, OutOfMemory, Progress, Work
@@ -87,6 +88,8 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         if transfer is None or transfer.total != total:  # patches first, whole files if those fail
             transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
         transfer.done = done
+        if ctx.treecast is not None:
+            transfer.sources = ctx.treecast.sources
         scope.deadline = now + patience
         ctx.changed.set()
         if now - spoken >= PROGRESS_LINE_S:
@@ -98,7 +101,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
 
     with scope:
         try:
-            await ctx.versions.ensure(head, ctx.fetcher, progress)
+            await ctx.versions.ensure(head, ctx.treecast or ctx.fetcher, progress)
         except BarnraiseError as error:
             ctx.say(f"version {version} could not be fetched: {error}", logging.WARNING)
             ctx.feed(FetchFailed(str(error), ctx.jitter()))
@@ -117,6 +120,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         ctx.say(f"version {version} could not be fetched: {reason}", logging.WARNING)
         ctx.feed(FetchFailed(reason, ctx.jitter()))
         return
+    overlay.settled(ctx, head)
     elapsed = trio.current_time() - started
     size = 0 if transfer is None else transfer.total
     ctx.say(f"fetched version {version}: {size / MEGABYTE:.1f} MB in {duration(elapsed * 1000)}")

@@ -10,13 +10,14 @@ import logging
 
 import trio
 
+from barnraise.node import overlay
 from barnraise.node.context import Context
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Restored
 from barnraise.node.pending import PendingWork
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.versions import Versions
-from barnraise.node.weights import Source, SwarmFetcher
+from barnraise.node.weights import Donor, Source, SwarmFetcher
 from barnraise.protocol.errors import (
     BarnraiseError,
     MalformedError,
@@ -42,6 +43,7 @@ from barnraise.protocol.messages import (
     ReceiptsRequest,
     Signed,
 )
+from barnraise.protocol.mirrors import is_loopback
 from barnraise.protocol.session import Session
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.wire import printable
@@ -166,13 +168,16 @@ def _enter(ctx: Context, run: Run) -> None:
         ctx.network,
         ctx.store,
         lambda version: _sources(ctx, version),
-        report=lambda peer, reason: ctx.say(f"peer {peer} is left: {reason}", logging.WARNING),
+        report=lambda peer, reason: _left(ctx, peer, reason),
         down=ctx.limits.down,
+        mirror=lambda url: _mirror(ctx, url),
         rng=ctx.rng,
     )
-    serve = serve_shards(ctx.store, allow=lambda peer_id: ctx.state.held is None, slots=ctx.limits.up.streams)
+    serve = serve_shards(ctx.store, allow=lambda peer_id: _serves(ctx, peer_id), slots=ctx.limits.up.streams)
     ctx.network.set_handler(SHARD_PROTOCOL, serve)
     ctx.run = run
+    if ctx.config.tree:
+        overlay.plant(ctx, ctx.fetcher, lambda head: ctx.feed(HeadSeen(_believe_head(ctx, head))))
     tally(ctx)
     ctx.answered.extend(ctx.pending.lease_ids)
     left = ctx.pending.left_lease()
@@ -180,6 +185,17 @@ def _enter(ctx: Context, run: Run) -> None:
     if ctx.pending.ids:
         ctx.say(f"{len(ctx.pending.ids)} submission(s) of an earlier start will be sent again")
     ctx.feed(Restored(ctx.pending.ids, leases))
+
+
+def _left(ctx: Context, source: str, reason: str) -> None:
+    ctx.say(f"{source} is left: {reason}", logging.WARNING)
+    if ctx.treecast is not None and source in {peer.peer_id for peer in ctx.peers}:
+        ctx.treecast.gossiper.ban(source, reason)
+
+
+def _serves(ctx: Context, peer: str) -> bool:
+    banned = ctx.treecast is not None and peer in ctx.treecast.gossiper.banned
+    return ctx.state.held is None and not banned
 
 
 def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bool) -> None:
@@ -200,6 +216,16 @@ def _sources(ctx: Context, version: int) -> list[Source]:
     for peer in ctx.peers:
         sources.append(Source(peer.peer_id, peer.addresses, complete=peer.have_version == version))
     return sources
+
+
+def _mirror(ctx: Context, url: str) -> Donor | None:
+    """A donor for a mirror. A stranger's manifest never makes us ask services of our own machine."""
+    from barnraise.node.webseed import WebSeed  # an HTTP client is only loaded where a run has mirrors
+
+    local = ("/ip4/127.", "/ip6/::1/", "/memory/")
+    if is_loopback(url) and not any(address.startswith(local) for address in ctx.config.addresses):
+        return None
+    return WebSeed(url, down=ctx.limits.down, received=ctx.network.received_beside)
 
 
 async def _heartbeats(ctx: Context, session: Session) -> None:
@@ -280,6 +306,8 @@ def _believe_head(ctx: Context, head: Signed | None) -> int:
         return known
     if manifest.version > known or ctx.head is None:
         ctx.head, ctx.head_version = head, manifest.version
+        if ctx.treecast is not None:
+            ctx.treecast.gossiper.publish(head, manifest)
         if manifest.version > known >= 0:
             ctx.say(f"version {manifest.version} was published")
     return max(known, manifest.version)

@@ -55,6 +55,7 @@ class NodeConfig:
         exit_when_complete: end with exit code 0 once the run has published its last version.
         json_lines: print one JSON object per line instead of plain text.
         heartbeat_s: seconds between heartbeats.
+        tree: whether to take part in the broadcast tree; without it weights come from peers one by one.
     """
 
     address: str
@@ -72,6 +73,7 @@ class NodeConfig:
     exit_when_complete: bool = False
     json_lines: bool = False
     heartbeat_s: float = 5.0
+    tree: bool = True
 
     @property
     def addresses(self) -> tuple[str, ...]:

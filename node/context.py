@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from barnraise.node import core
+from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
 from barnraise.node.engine import Engine
@@ -26,6 +27,7 @@ from barnraise.node.versions import Versions
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.control import Changed
 from barnraise.protocol.errors import PeerError
+from barnraise.protocol.gossip_state import tree_state
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Peer, RolloutLease, Signed
 from barnraise.protocol.paced_network import PacedNetwork
@@ -79,6 +81,8 @@ class Context:
     receipts: ReceiptBook | None = None
     versions: Versions | None = None
     fetcher: SwarmFetcher | None = None
+    treecast: TreecastFetcher | None = None
+    entered: trio.Event = field(default_factory=trio.Event)  # the run is known, its folders are open
     head: Signed | None = None  # the newest manifest, checked
     head_version: int = -1
     answered: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # leases, lately
@@ -117,6 +121,8 @@ class Context:
         """The state tree now."""
         for name in ("bytes_in", "bytes_out"):
             setattr(self.facts, name, int(getattr(self.network, name, 0)))
+        if self.treecast is not None:
+            self.facts.tree = tree_state(self.treecast.gossiper, trio.current_time())
         self.facts.limits = self.limits.tree(self.clock.wall_ms())
         return state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core
+from barnraise.node import actions, core, overlay
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
@@ -167,6 +167,8 @@ async def run_node(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_speak_up, ctx)
+            if config.tree:
+                nursery.start_soon(overlay.take_part, ctx)
             nursery.start_soon(_count_traffic, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,17 @@ class Transfer:
     started: float  # seconds, monotonic
     skipped: int = 0  # bytes that were on the disk already
     done: int = 0
+    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by peer id; "" beside the tree
 
     def rate(self, now: float) -> float:
         """Bytes per second since it began."""
         elapsed = now - self.started
         return (self.done - self.skipped) / elapsed if elapsed > 0 else 0.0
+
+    def eta(self, now: float) -> float | None:
+        """Seconds until the end at the rate of the shards that are finished; None before the first."""
+        rate = self.rate(now)
+        return (self.total - self.done) / rate if rate > 0 else None
 
 
 @dataclass
@@ -68,6 +75,7 @@ class Facts:
     last_verdict: dict[str, Any] | None = None
     transfer: Transfer | None = None
     unit: UnitProgress | None = None
+    tree: dict[str, Any] | None = None  # see barnraise.protocol.gossip_state
     limits: dict[str, Any] = field(default_factory=dict)  # see Limits.tree
     offset_ms: int | None = None
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
@@ -119,6 +127,8 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
             "done": transfer.done,
             "total": transfer.total,
             "rate": round(transfer.rate(mono)),
+            "eta_s": None if (eta := transfer.eta(mono)) is None else round(eta, 1),
+            "sources": [{"peer": peer, "bytes": size} for peer, size in transfer.sources.items()],
         },
         "pending": len(state.pending),
         "awaiting_verdict": len(state.unjudged),
@@ -130,6 +140,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "bytes_in": facts.bytes_in,
         "bytes_out": facts.bytes_out,
         "limits": facts.limits,
+        "tree": facts.tree,
         "peers": facts.peers,
         "tokens_per_s": round(facts.tokens_per_s, 1),
         "engine": facts.engine,

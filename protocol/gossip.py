@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 import trio
+from msgspec.structs import replace
 
 from barnraise.protocol.bitmaps import to_mask
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
@@ -160,6 +161,15 @@ class Gossiper:
     def newest_head(self) -> bytes | None:
         """The content id of the newest head that was checked here."""
         return self._heads.newest()
+
+    def manifest_of(self, head: Signed) -> Manifest | None:
+        """The manifest inside a head that was checked here and is not too old; None for any other."""
+        return self._heads.manifest_of(head)
+
+    def serve(self, slots: int) -> None:
+        """Upload at most ``slots`` shards at a time from now on (0: none)."""
+        config = replace(self.core.transfer.config, slots=slots, max_slots=slots)
+        self.do(self.core.reconfigure(config, trio.current_time()))
 
     # --- versions
 

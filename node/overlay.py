@@ -1,0 +1,83 @@
+"""A daemon's part in the broadcast tree: made when the run is known, alive across sessions."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import trio
+
+from barnraise.node.broadcast import TreecastFetcher
+from barnraise.node.context import Context
+from barnraise.node.weights import SwarmFetcher
+from barnraise.protocol.gossip import Gossiper
+from barnraise.protocol.manifest import check_manifest
+from barnraise.protocol.messages import Signed
+from barnraise.protocol.transfer_state import TransferConfig
+from barnraise.protocol.tree_messages import Contact
+from barnraise.protocol.wire import printable
+
+_LOOK_S = 1.0
+_QUIET = frozenset({"starved", "timeout", "unasked", "flood"})  # ordinary on bad links
+
+log = logging.getLogger("barnraise.node.overlay")
+
+
+def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None]) -> None:
+    """Make the fetcher that goes by the tree; ``believe`` is told of each new head that it brings."""
+    run = ctx.joined()
+
+    def report(code: str, peer: str, text: str) -> None:
+        if code == "banned" and peer != ctx.coordinator:
+            beside.banned.setdefault(peer, text)
+        line = f"broadcast tree: {code}{f' {printable(peer, 96)}' if peer else ''}: {printable(text)}"
+        if code in _QUIET:
+            log.info("%s", line)
+        else:
+            ctx.say(line, logging.WARNING)
+
+    coordinator = Contact(
+        peer_id=ctx.coordinator,
+        addresses=tuple(address for address in ctx.config.addresses if len(address) <= 256)[:16],
+    )
+    gossiper = Gossiper(
+        ctx.network,
+        ctx.store,
+        [coordinator],
+        lambda head: check_manifest(head, run.spec, run.run_id),
+        random.Random(ctx.rng.random()),
+        on_head=lambda head, manifest: believe(head),
+        on_report=report,
+        on_change=ctx.changed.set,
+    )
+    ctx.treecast = TreecastFetcher(gossiper, beside)
+    ctx.entered.set()
+
+
+async def take_part(ctx: Context) -> None:
+    """Run the tree from the first session on until cancelled; upload as caps and quota allow."""
+    await ctx.entered.wait()
+    assert ctx.treecast is not None
+    gossiper = ctx.treecast.gossiper
+    most = TransferConfig().max_slots
+    now = most
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(gossiper.run)
+        while True:
+            slots = 0 if ctx.state.held is not None else ctx.limits.up.streams(most)
+            if slots != now:
+                now = slots
+                gossiper.serve(slots)
+            await trio.sleep(_LOOK_S)
+
+
+def settled(ctx: Context, head: Signed) -> None:
+    """A version is whole on the disk: serve it, and forget what was deleted for it."""
+    if ctx.treecast is None or ctx.versions is None:
+        return
+    gossiper = ctx.treecast.gossiper
+    manifest = gossiper.manifest_of(head)
+    if manifest is not None:
+        gossiper.hold(manifest)
+    gossiper.retain(ctx.versions.on_disk())
