@@ -149,7 +149,7 @@ class Uploads:
         for version, state in self._versions.items():
             if not state.have:
                 continue
-            spent = self._config.copies is not None and state.sent_bytes >= self._config.copies * state.total
+            spent = self._spent(version, state)
             best: tuple[int, float, str, int] | None = None
             for name, peer in self._peers.items():
                 holds = peer.holds.get(version)
@@ -168,6 +168,14 @@ class Uploads:
             if best is not None:
                 return best[2], version, pick(state.counts.rarest(best[3]), self._rng)
         return None
+
+    def _spent(self, version: int, state: VersionState) -> bool:
+        """Whether the origin's limit is reached, with what is under way."""
+        if self._config.copies is None:
+            return False
+        pairs = [peer.sending for peer in self._sending.values() if peer.sending is not None]
+        under_way = sum(state.sizes[index] for number, index in pairs if number == version)
+        return state.sent_bytes + under_way >= self._config.copies * state.total
 
     def _children(self) -> set[str]:
         """The eager neighbours that are pushed to unasked: as many as there are slots, the fastest."""
