@@ -145,35 +145,37 @@ def encode_block(old: Array, new: Array, tensor: int, block: int, level: int = L
     return count, b"".join((head.pack(), lengths, *frames))
 
 
-def apply_record(head: RecordHead, lengths: list[int], body: memoryview, block: Array) -> int:
-    """Change ``block`` in place; return how many elements were changed.
+def decode_record(
+    head: RecordHead, lengths: list[int], body: memoryview, width: int, elements: int
+) -> tuple[Array | None, Array]:
+    """Where a record changes a block of ``elements`` elements of ``width`` bytes, and by how much.
 
     Args:
         lengths: of the planes in ``body``, as the record gives them; they add up to ``len(body)``.
-        block: [N] unsigned integers, writable.
+
+    Returns:
+        Places [N] int64, strictly increasing, or None for all; and [N] unsigned integers to add
+        modulo 2^bits.
 
     Raises:
-        PatchError: the record does not fit the block; ``block`` may be half changed then.
+        PatchError: the record is damaged, or does not fit such a block.
     """
-    width = block.dtype.itemsize
     if head.value_planes >> width:
         raise PatchError(f"patch record with more value planes than the {width} bytes of an element")
-    if head.elements > block.size or (head.mode == DENSE and head.elements != block.size):
-        raise PatchError(f"patch record for {head.elements} elements of a block that has {block.size}")
+    if head.elements > elements or (head.mode == DENSE and head.elements != elements):
+        raise PatchError(f"patch record for {head.elements} elements of a block that has {elements}")
     frames = _split(lengths, body)
     decompressor = zstandard.ZstdDecompressor(max_window_size=2 * MAX_BLOCK)
     gaps = _join(head.gap_planes, _GAP_BYTES, head.elements, frames, decompressor)
     values = _unzigzag(_join(head.value_planes, width, head.elements, frames, decompressor))
     if head.mode == DENSE:
-        block += values
-        return int(np.count_nonzero(values))
+        return None, values
     places = np.cumsum(gaps.astype(np.int64) + 1) - 1  # at most 2^24 gaps below 2^32: no overflow
-    if int(places[-1]) >= block.size:
-        raise PatchError(f"patch record changes element {int(places[-1])} of a block that has {block.size}")
+    if int(places[-1]) >= elements:
+        raise PatchError(f"patch record changes element {int(places[-1])} of a block that has {elements}")
     if not values.all():
         raise PatchError("patch record lists an element that does not change")
-    block[places] += values  # places are strictly increasing, so none is added to twice
-    return head.elements
+    return places, values
 
 
 def _split(lengths: list[int], body: memoryview) -> list[memoryview]:

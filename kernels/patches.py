@@ -30,10 +30,11 @@ from barnraise.kernels.patch_format import (
     MAGIC,
     MAX_HEADER,
     RECORD,
+    Array,
     PatchError,
     PatchHeader,
     RecordHead,
-    apply_record,
+    decode_record,
     encode_block,
     parse_record_head,
     plane_limit,
@@ -66,6 +67,20 @@ class PatchStats(NamedTuple):
     full_bytes: int
     patch_bytes: int
     header: PatchHeader
+
+
+class Change(NamedTuple):
+    """What a patch does to one block of a tensor, in elements of the flattened tensor.
+
+    ``places`` [N] int64 count from ``start``, None for all ``size`` of the block; ``values`` [N]
+    unsigned integers are added to the elements' bits, modulo 2^bits.
+    """
+
+    tensor: str
+    start: int
+    size: int
+    places: Array | None
+    values: Array
 
 
 class _Tensor(NamedTuple):
@@ -182,6 +197,29 @@ def changed_tensors(patch: Path) -> tuple[str, ...]:
     return read_header(patch).tensors
 
 
+def changes(patch: Path, like: Path) -> Iterator[Change]:
+    """What ``patch`` does, block by block, for whoever holds the tensors in memory.
+
+    ``like``: either of the two files, for its layout. Nothing is compared with a digest here:
+    for a patch that was applied to a file before.
+
+    Raises:
+        PatchError: damaged, hostile, or for files of another layout.
+    """
+    with ExitStack() as stack:
+        layout = read_layout(stack.enter_context(_opened(like)), like)
+        cursor = _Cursor(stack.enter_context(_opened(patch)), patch)
+        _check_chain([cursor], layout, like)
+        block_bytes = cursor.header.block_bytes
+        for tensor in layout.tensors:
+            for block, (start, size) in enumerate(_blocks(tensor, block_bytes)):
+                found = cursor.decode(tensor, block, size)
+                if found is not None:
+                    first = (start - tensor.start) // tensor.width
+                    yield Change(tensor.name, first, size // tensor.width, *found)
+        cursor.finish()
+
+
 def apply_patch(
     base: Path, patch: Path, target: Path, *, observe: Callable[[bytes], None] = lambda piece: None
 ) -> None:
@@ -295,18 +333,31 @@ class _Cursor:
 
     def change(self, tensor: _Tensor, block: int, data: bytes) -> bytes:
         """``data`` of the block after this patch."""
+        values = np.frombuffer(data, f"<u{tensor.width}")
+        found = self.decode(tensor, block, len(data))
+        if found is None:
+            return data
+        places, delta = found
+        if places is None:
+            return (values + delta).tobytes()
+        changed = values.copy()
+        changed[places] += delta
+        return changed.tobytes()
+
+    def decode(self, tensor: _Tensor, block: int, size: int) -> tuple[Array | None, Array] | None:
+        """Places and values by which this patch changes the block of ``size`` bytes; None if it does not."""
         head = self._next
         if head is None or head.block != block or self.header.tensors[head.tensor] != tensor.name:
-            return data
-        lengths = self._lengths(head, len(data) // tensor.width)
+            return None
+        lengths = self._lengths(head, size // tensor.width)
         body = memoryview(self._read(sum(lengths)))
-        values = np.frombuffer(bytearray(data), f"<u{tensor.width}")
         try:
-            self._changed += apply_record(head, lengths, body, values)
+            found = decode_record(head, lengths, body, tensor.width, size // tensor.width)
         except PatchError as error:
             raise PatchError(f"{self._path}: tensor {tensor.name[:64]!r}: {error}") from None
+        self._changed += int(np.count_nonzero(found[1]))
         self._advance(head)
-        return values.tobytes()
+        return found
 
     def finish(self) -> None:
         """Make sure that all of the patch was used.

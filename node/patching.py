@@ -153,14 +153,13 @@ def apply_route(
         raise PatchError(wrong)
 
 
-def changed_since(version_folder: Path, base_version: int) -> frozenset[str] | None:
-    """The tensors in which a version's weights differ from those of ``base_version``; None if unknown.
+def patches_since(version_folder: Path, base_version: int) -> dict[str, tuple[Path, ...]] | None:
+    """The patches, in order, that lead to a version's weight files from those of ``base_version``.
 
-    Known if the version was made by patch, and from ``base_version`` or an earlier one.
+    Returns:
+        Weight file's name -> patch files; None unless the version was made by patch, from
+        ``base_version`` or an earlier one, and so they were applied and checked before.
     """
-    from barnraise.kernels.patch_format import PatchError
-    from barnraise.kernels.patches import changed_tensors
-
     steps: dict[str, dict[int, Path]] = {}
     try:
         for path in patches_folder(version_folder).iterdir():
@@ -168,12 +167,14 @@ def changed_since(version_folder: Path, base_version: int) -> frozenset[str] | N
             if match:
                 steps.setdefault(match[2], {})[int(match[1])] = path
         weights = [path.name for path in version_folder.iterdir() if path.name.endswith(_WEIGHTS)]
-        if not weights or any(base_version not in steps.get(name, {}) for name in weights):
-            return None
-        used = [path for name in weights for base, path in steps[name].items() if base >= base_version]
-        return frozenset(name for path in used for name in changed_tensors(path))
-    except (OSError, PatchError):
+    except OSError:
         return None
+    if not weights or any(base_version not in steps.get(name, {}) for name in weights):
+        return None
+    return {
+        name: tuple(path for base, path in sorted(steps[name].items()) if base >= base_version)
+        for name in weights
+    }
 
 
 class _ShardCheck:

@@ -20,12 +20,12 @@ import torch
 import trio
 
 from barnraise.kernels.generate import Completion, generate
-from barnraise.kernels.hot_swap import swap_tensors
+from barnraise.kernels.hot_swap import follow_patches
 from barnraise.kernels.models import Policy, load_policy, swap_weights
 from barnraise.kernels.tokens import Codec
 from barnraise.kernels.toploc import build_proofs
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
-from barnraise.node.patching import changed_since
+from barnraise.node.patching import patches_since
 from barnraise.protocol.environments import Environment, build_environment
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.messages import Rollout
@@ -67,11 +67,11 @@ class Generator:
             # Nothing counts as loaded until it is whole; and the old model goes before a new one is made.
             loaded, self._loaded = self._loaded, None
             if loaded is not None and loaded.spec == spec:
-                changed = changed_since(folder, loaded.version)
-                if changed is None:
+                patches = patches_since(folder, loaded.version)
+                if patches is None:
                     swap_weights(loaded.policy, folder)
                 else:
-                    swap_tensors(loaded.policy, folder, changed)
+                    follow_patches(loaded.policy, folder, patches)
                 loaded.version = version
                 self._loaded = loaded
             else:

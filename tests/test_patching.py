@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from barnraise.coordinator import publisher
 from barnraise.coordinator.patching import PatchPolicy, Previous, is_keyframe, link, patch_path
 from barnraise.coordinator.workers import checkpoint_folder
-from barnraise.kernels import hot_swap
-from barnraise.kernels.hot_swap import swap_tensors
+from barnraise.kernels.hot_swap import patch_weights, swap_tensors
 from barnraise.kernels.models import ModelError, load_policy
-from barnraise.kernels.patches import make_patch
-from barnraise.node.patching import changed_since, plan
+from barnraise.kernels.patches import make_patch, read_header
+from barnraise.node.patching import patches_since, plan
 from barnraise.node.torch_engine import Generator
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
@@ -320,11 +319,14 @@ async def test_a_node_that_is_versions_behind_takes_the_chain(
         path = await ann.ensure(operator.signed[3])
         assert folder_matches(operator.manifests[3], path)
         assert origin.uploaded - before == sum(patch.size for patch in operator.manifests[3].patches)
-        assert changed_since(path, 0) == {"a", "b"}
-        assert changed_since(path, 1) == {"a", "b"}
-        assert changed_since(path, 2) == {"b"}
-        assert changed_since(path, 7) is None
-        assert changed_since(ann.versions.path(0), 0) is None
+        for base in range(3):
+            found = patches_since(path, base)
+            assert found is not None
+            assert [read_header(step).target_sha256 for step in found[WEIGHTS]] == [
+                entry.sha256 for manifest in operator.manifests[base + 1 :] for entry in manifest.files[1:]
+            ]
+        assert patches_since(path, 7) is None
+        assert patches_since(ann.versions.path(0), 0) is None
 
 
 async def test_the_newest_version_on_disk_is_patched(
@@ -376,7 +378,7 @@ async def test_a_wrong_patch_costs_nothing_but_time(
             assert "is fetched whole" in caplog.text
             assert any(part in caplog.text for part in why.split("|"))
             assert not path.with_name("v000003.patches").exists()
-            assert changed_since(path, 2) is None
+            assert patches_since(path, 2) is None
 
 
 async def test_a_patch_that_nobody_has_is_done_without(
@@ -462,38 +464,52 @@ def test_only_named_tensors_are_swapped(tmp_path: Path) -> None:
     assert torch.equal(policy.model.state_dict()[names[0]], new[names[0]])
 
 
-def test_an_engine_loads_the_changed_tensors_of_a_patched_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_an_engine_follows_patches_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: str, compute: str
 ) -> None:
-    spec = run_spec()
-    make_model(tmp_path / "v000000")
-    folder = tmp_path / "v000001"
-    folder.mkdir()
-    for path in (tmp_path / "v000000").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(folder / WEIGHTS)
-    name = sorted(tensors)[2]
-    original = tensors[name]
-    tensors[name] = original + 1
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "v000001.patches").mkdir()
-    patch = tmp_path / "v000001.patches" / f"from-v000000.{WEIGHTS}.patch"
-    assert make_patch(tmp_path / "v000000" / WEIGHTS, folder / WEIGHTS, patch)
+    spec = run_spec(model__compute_dtype=compute)
+    folders = [tmp_path / f"v{version:06d}" for version in range(4)]
+    make_model(folders[0], dtype=published)
+    rng = torch.Generator().manual_seed(3)
+    for version in range(1, 4):
+        folder, before = folders[version], folders[version - 1]
+        folder.mkdir()
+        for path in before.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        tensors = load_file(folder / WEIGHTS)
+        for name in sorted(tensors)[version : version + 4]:
+            step = 10.0 ** -(version + 1) * torch.randn(tensors[name].shape, generator=rng)
+            if version == 2:
+                step *= torch.rand(step.shape, generator=rng) < 0.01
+            tensors[name] = (tensors[name].float() + step).to(tensors[name].dtype)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        made = folder.with_name(f"{folder.name}.patches")
+        made.mkdir()
+        patch = made / f"from-v{version - 1:06d}.{WEIGHTS}.patch"
+        assert make_patch(before / WEIGHTS, folder / WEIGHTS, patch)
+    # version 3 was reached from version 1 by a chain
+    step = folders[2].with_name("v000002.patches") / f"from-v000001.{WEIGHTS}.patch"
+    (folders[3].with_name("v000003.patches") / step.name).write_bytes(step.read_bytes())
 
-    read: list[str] = []
-    real = hot_swap.swap_tensors
-
-    def noting(policy: object, path: Path, names: frozenset[str]) -> int:
-        read.extend(names)
-        return real(policy, path, names)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("barnraise.node.torch_engine.swap_tensors", noting)
     engine = Generator("cpu")
-    engine.load(spec, tmp_path / "v000000", 0)
-    engine.load(spec, folder, 1)
-    assert read == [name]
-    assert engine._loaded is not None
-    assert torch.equal(engine._loaded.policy.model.state_dict()[name], tensors[name])
-    engine.load(spec, tmp_path / "v000000", 0)  # back again: no patch leads there
-    assert len(read) == 1
-    assert torch.equal(engine._loaded.policy.model.state_dict()[name], original)
+    engine.load(spec, folders[0], 0)
+    monkeypatch.setattr("barnraise.node.torch_engine.swap_weights", None)  # not needed any more
+    for version in (1, 3):
+        engine.load(spec, folders[version], version)
+        assert engine._loaded is not None
+        state = engine._loaded.policy.model.state_dict()
+        fresh = load_policy(folders[version], compute).model.state_dict()
+        assert all(torch.equal(state[name], fresh[name]) for name in fresh)
+
+
+def test_parameters_that_lack_the_files_bits_are_swapped_whole(tmp_path: Path) -> None:
+    make_model(tmp_path / "v0", dtype="float32")
+    make_model(tmp_path / "v1", seed=1, dtype="float32")
+    assert make_patch(tmp_path / "v0" / WEIGHTS, tmp_path / "v1" / WEIGHTS, tmp_path / "p")
+    narrow, wide = (load_policy(tmp_path / "v0", compute) for compute in ("bfloat16", "float32"))
+    assert not patch_weights(narrow, tmp_path / "v1" / WEIGHTS, [tmp_path / "p"])
+    assert patch_weights(wide, tmp_path / "v1" / WEIGHTS, [tmp_path / "p"])
+    new = load_policy(tmp_path / "v1").model.state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in wide.model.state_dict().items())
