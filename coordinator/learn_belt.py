@@ -50,6 +50,7 @@ class LearnBelt:
     progress: Progress
     announce: Callable[[str], None]
     shard_size: int
+    mirrors: tuple[str, ...] = ()
 
     async def run(self) -> None:
         """Raise the policy until the run is complete. Call ``serve_head`` first."""
@@ -135,6 +136,7 @@ class LearnBelt:
                 now,
                 self.shard_size,
                 self._previous(),
+                self.mirrors,
             )
         )
         published = VersionPublished(

@@ -34,13 +34,14 @@ def run_from_folder(
     *,
     listen: Sequence[str] = DEFAULT_LISTEN,
     threads: int = 1,
+    mirrors: Sequence[str] = (),
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
 
     ``out`` is told short lines for a person: the address to join, who comes and
     goes, each published version. ``RUN/coordinator.log`` gets everything, one JSON
-    object per line.
+    object per line. ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``).
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -49,7 +50,7 @@ def run_from_folder(
     """
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
-            trio.run(_main, run, tuple(listen), threads)
+            trio.run(_main, run, tuple(listen), threads, tuple(mirrors))
         except BaseExceptionGroup as group:
             error = _innermost(group)
             if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
@@ -61,10 +62,10 @@ def run_from_folder(
     return 0
 
 
-async def _main(run: Run, listen: Sequence[str], threads: int) -> None:
+async def _main(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, run, listen, threads)
+            nursery.start_soon(_serve, run, listen, threads, mirrors)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -72,7 +73,7 @@ async def _main(run: Run, listen: Sequence[str], threads: int) -> None:
                 return
 
 
-async def _serve(run: Run, listen: Sequence[str], threads: int) -> None:
+async def _serve(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...]) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
     from barnraise.coordinator.verifier_child import ChildVerifier
 
@@ -85,6 +86,7 @@ async def _serve(run: Run, listen: Sequence[str], threads: int) -> None:
                 network,
                 ChildVerifier(setup, run.path / "verifier.log"),
                 ChildLearner(setup, run.path / "learner.log"),
+                mirrors=mirrors,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())

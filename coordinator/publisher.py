@@ -48,10 +48,12 @@ def publish(
     now_ms: int,
     shard_size: int = MAX_SHARD,
     previous: Previous | None = None,
+    mirrors: tuple[str, ...] = (),
 ) -> tuple[Signed, Manifest]:
     """Cut a version into shards that ``store`` serves, and sign its manifest.
 
     With ``previous``, the version before, patches from it are made and offered too.
+    ``mirrors`` are named in the manifest (``barnraise.protocol.mirrors``).
 
     Raises:
         RunFolderError: a file of the checkpoint is missing, or an asset is not the one that the spec pins.
@@ -75,6 +77,7 @@ def publish(
     if previous is not None:
         patches = offer_patches(run_folder, manifest, files, previous)
         manifest = msgspec.structs.replace(manifest, patches=patches)
+    manifest = msgspec.structs.replace(manifest, mirrors=mirrors)
     serve(run_folder, store, manifest, files)
     return sign(manifest), manifest
 

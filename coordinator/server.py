@@ -70,6 +70,7 @@ async def run_coordinator(
     control: bool = True,
     leases_per_node: int = scheduler.LEASES_PER_NODE,
     shard_size: int = MAX_SHARD,
+    mirrors: tuple[str, ...] = (),
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -81,6 +82,7 @@ async def run_coordinator(
         offload: how blocking calls run; ``core.in_place`` under a virtual clock.
         announce: told short lines for a person: versions published, the end.
         control: whether to serve the run folder's control socket.
+        mirrors: base URLs of static file hosts, named in the manifests of versions to come.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -96,7 +98,7 @@ async def run_coordinator(
             core, hub, run.signed_spec, rng or secrets.SystemRandom(), leases_per_node=leases_per_node
         )
         verify = VerifyBelt(core, verifier, progress)
-        learn = LearnBelt(core, hub, learner, store, run.path, progress, announce, shard_size)
+        learn = LearnBelt(core, hub, learner, store, run.path, progress, announce, shard_size, mirrors)
         core.listeners.append(partial(_push_receipts, hub))
         get_state = partial(state_tree, core, hub, progress, network, now_ms())
         try:

@@ -81,14 +81,13 @@ class PacedNetwork:
 
     Attributes:
         up, down: the pacers; other transports of the same machine take from them, too.
-        beside: bytes received by those other transports, counted in ``bytes_in``.
     """
 
     def __init__(self, network: Network, up: Pacer, down: Pacer) -> None:
         self._network = network
         self.up = up
         self.down = down
-        self.beside = 0
+        self._beside = 0
 
     @property
     def peer_id(self) -> str:
@@ -103,12 +102,16 @@ class PacedNetwork:
     @property
     def bytes_in(self) -> int:
         """Bytes received since the start, over all connections."""
-        return self._network.bytes_in + self.beside
+        return self._network.bytes_in + self._beside
 
     @property
     def bytes_out(self) -> int:
         """Bytes sent since the start, over all connections."""
         return self._network.bytes_out
+
+    def received_beside(self, size: int) -> None:
+        """Count bytes that another transport has received into ``bytes_in``."""
+        self._beside += size
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         """Serve ``protocol`` with streams under the caps."""

@@ -225,6 +225,7 @@ async def coordinating(
     verifier: FakeVerifier | None = None,
     learner: FakeLearner | None = None,
     seed: int = 0,
+    mirrors: tuple[str, ...] = (),
 ) -> AsyncIterator[Coordinator]:
     """Run the coordinator of ``folder`` in memory for the length of the block."""
     verifier = verifier or FakeVerifier()
@@ -244,6 +245,7 @@ async def coordinating(
                 announce=lines.append,
                 control=False,
                 shard_size=4096,
+                mirrors=mirrors,
             )
             state = await nursery.start(serve)
             yield Coordinator(run, verifier, learner, network, state, lines, nursery.cancel_scope)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import typer
 
-from barnraise.protocol.errors import PeerError
-from barnraise.tui.console import examples
+from barnraise.protocol.errors import MalformedError, PeerError
+from barnraise.tui.console import emit_json, examples, size
 
 app = typer.Typer(
     help="Serve a run to volunteers.", epilog=examples("coordinator run ./my-run"), no_args_is_help=True
@@ -31,12 +32,72 @@ def run(
     threads: int = typer.Option(
         1, "--threads", metavar="N", min=1, max=1024, help="Threads each for verifier and learner."
     ),
+    mirror: list[str] = typer.Option(
+        [],
+        "--mirror",
+        metavar="URL",
+        help="Static file host that has the shards (see export-store), named to nodes in new versions; "
+        "may be repeated.",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
+    from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
 
+    if len(mirror) > MAX_MIRRORS:
+        raise typer.BadParameter(f"at most {MAX_MIRRORS} mirrors", param_hint="--mirror")
+    for url in mirror:
+        try:
+            check_mirror(url)
+        except MalformedError as error:
+            raise typer.BadParameter(str(error), param_hint="--mirror") from error
     try:
-        code = run_from_folder(folder, listen=tuple(listen), threads=threads)
+        code = run_from_folder(folder, listen=tuple(listen), threads=threads, mirrors=tuple(mirror))
     except PeerError as error:  # an address that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
     raise typer.Exit(code)
+
+
+@app.command(
+    "export-store",
+    short_help="Write a run's shards as a static file host serves them.",
+    epilog=examples(
+        "coordinator export-store ./my-run /srv/www/my-run",
+        "coordinator export-store ./my-run /srv/www/my-run --prune --every 5",
+        "coordinator run ./my-run --mirror https://host/my-run      (to name it to nodes)",
+    ),
+)
+def export_store(
+    folder: Path = typer.Argument(..., metavar="DIR", help="A run folder; its coordinator may be running."),
+    target: Path = typer.Argument(..., metavar="TARGET", help="Where to write; what is there stays."),
+    versions: int = typer.Option(
+        1, "--versions", metavar="N", min=1, max=100, help="How many of the newest versions, if still there."
+    ),
+    prune: bool = typer.Option(False, "--prune", help="Delete the shards of other versions there."),
+    every: float | None = typer.Option(
+        None, "--every", metavar="SECONDS", min=0.5, max=86_400, help="Go on, until Ctrl-C (default: once)."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
+) -> None:
+    """Write the shards of the newest version to TARGET/shards, for any web server or bucket."""
+    from barnraise.coordinator.mirror import export_store as export
+
+    told: int | None = None
+    while True:
+        done = export(folder, target, versions=versions, prune=prune)
+        if told is None or done.written or done.removed or done.version != told:
+            told = done.version
+            if as_json:
+                emit_json(done._asdict())
+            else:
+                gone = f", {done.removed} old ones deleted" if done.removed else ""
+                typer.echo(
+                    f"version {done.version}: {done.shards} shards, {size(done.size)}, in {target}; "
+                    f"{done.written} written ({size(done.written_bytes)}){gone}"
+                )
+        if every is None:
+            return
+        try:
+            time.sleep(every)
+        except KeyboardInterrupt:
+            return
