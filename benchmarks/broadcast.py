@@ -1,6 +1,6 @@
 """Treecast on shaped home links: time to give everybody a version, against the bound and a star.
 
-    python -m benchmarks.broadcast [--json] [--nodes 64] [--mebibytes 1024] [--growth 16,256]
+    python -m benchmarks.broadcast [--json] [--nodes 64] [--mebibytes 1024] [--growth 16,256] [--plot FILE]
 
 The real state machines (overlay, tree, transfers) run on ``benchmarks.flowsim`` in
 virtual time. Conditions by default: 64 nodes, 500 Mb/s down and 110 up, an origin
@@ -22,7 +22,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.views import ViewConfig
@@ -50,6 +50,13 @@ class Result:
     timeouts: int
     speedup_over_star: float
     wall_s: float
+    done_s: list[float] = field(default_factory=list, repr=False)  # per node, sorted
+
+    def row(self) -> dict[str, float]:
+        """All but the times of single nodes."""
+        values = asdict(self)
+        del values["done_s"]
+        return values
 
 
 def broadcast(
@@ -129,7 +136,31 @@ def broadcast(
         timeouts=sum(one.timeouts for one in stats),
         speedup_over_star=round(max(nodes * total / origin_up, total / down) / max(done), 3),
         wall_s=round(time.perf_counter() - began, 2),
+        done_s=sorted(done),
     )
+
+
+def draw(path: str, runs: dict[str, Result], growth: list[Result]) -> None:
+    """Left: how many nodes are done, over time in lower bounds. Right: the ratio over N."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in ("plain", "capped", "churn", "mixed"):
+        result = runs[name]
+        times = [seconds / result.lower_bound_s for seconds in result.done_s]
+        left.step(times, [100 * (i + 1) / len(times) for i in range(len(times))], where="post", label=name)
+    plain = runs["plain"]
+    star = plain.ratio * plain.speedup_over_star
+    left.axvline(star, color="grey", linestyle=":", label=f"star: {star:.1f}")
+    left.axvline(1, color="black", linestyle="--", label="lower bound")
+    left.set(xlabel="time / lower bound", ylabel="nodes done (%)", xscale="log")
+    left.legend()
+    rows = sorted(growth, key=lambda result: result.nodes)
+    right.plot([row.nodes for row in rows], [row.ratio for row in rows], marker="o")
+    right.axhline(1, color="black", linestyle="--")
+    right.set(xlabel="nodes", ylabel="time / lower bound", xscale="log", ylim=(0.95, None))
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -140,6 +171,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--growth", default="16,256", help="further numbers of nodes, comma separated")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", metavar="FILE", help="also draw the runs (.png or .svg)")
     options = parser.parse_args()
     nodes, size, seed = options.nodes, options.mebibytes, options.seed
 
@@ -163,6 +195,8 @@ def main() -> None:
     mixed = run("mixed", nodes, mixed=True)
     counts = [int(text) for text in options.growth.split(",") if text]
     growth = [run(f"N={count}", count) for count in counts]
+    if options.plot:
+        draw(options.plot, runs, [plain, *growth])
     if options.json:
         report = {
             "ratio_to_lower_bound": plain.ratio,
@@ -171,8 +205,8 @@ def main() -> None:
             "ratio_with_churn": churned.ratio,
             "ratio_mixed": mixed.ratio,
             "speedup_over_star": plain.speedup_over_star,
-            "growth": [asdict(result) for result in growth],
-            "runs": {name: asdict(result) for name, result in runs.items()},
+            "growth": [result.row() for result in growth],
+            "runs": {name: result.row() for name, result in runs.items()},
             "conditions": (
                 f"{nodes} nodes 500/110 Mb/s, origin 1 Gb/s, 40 ms RTT, 4 MiB shards, {size} MiB; real state "
                 "machines on a flow model of the links in virtual time (no packets, no slow start)"

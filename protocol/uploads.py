@@ -44,7 +44,7 @@ class Uplink:
         if self._since is not None:
             self._time += now - self._since
             self._bytes += sent
-            if self._time >= 2.0:
+            if self._time >= 2.0 and self._bytes:
                 rate = self._bytes / self._time
                 self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
                 self._time, self._bytes = 0.0, 0
