@@ -20,6 +20,7 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionPublished
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.ledger_log import manifest_digest
+from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import run_complete
@@ -51,6 +52,7 @@ class LearnBelt:
     announce: Callable[[str], None]
     shard_size: int
     mirrors: tuple[str, ...] = ()
+    origin: Origin | None = None
 
     async def run(self) -> None:
         """Raise the policy until the run is complete. Call ``serve_head`` first."""
@@ -81,6 +83,8 @@ class LearnBelt:
                 await self.core.offload(
                     partial(publisher.serve, self.run_folder, self.store, manifest, files)
                 )
+                if self.origin is not None:
+                    self.origin.publish(signed, manifest)
             if info.version == state.head:
                 self.hub.set_head(info.version, signed)
 
@@ -150,6 +154,8 @@ class LearnBelt:
         )
         await core.record([published], manifest=(version, signed))
         self.hub.set_head(version, signed)
+        if self.origin is not None:
+            self.origin.publish(signed, manifest)
         self.announce(_line(published))
         await self._clean_up()
 
@@ -178,6 +184,8 @@ class LearnBelt:
         if settled:
             await core.record([], drop_payloads=settled)
         gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from))
+        if self.origin is not None:
+            self.origin.retain(range(max(0, keep_from), state.head + 1))
         await core.offload(lambda: publisher.slim(self.run_folder, state.head))
         if gone:
             log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))

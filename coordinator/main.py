@@ -35,13 +35,15 @@ def run_from_folder(
     listen: Sequence[str] = DEFAULT_LISTEN,
     threads: int = 1,
     mirrors: Sequence[str] = (),
+    upload_copies: float = 0.0,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
 
     ``out`` is told short lines for a person: the address to join, who comes and
     goes, each published version. ``RUN/coordinator.log`` gets everything, one JSON
-    object per line. ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``).
+    object per line. ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
+    ``upload_copies`` limits the upload (``barnraise.coordinator.origin``).
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -50,7 +52,7 @@ def run_from_folder(
     """
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
-            trio.run(_main, run, tuple(listen), threads, tuple(mirrors))
+            trio.run(_main, run, tuple(listen), threads, tuple(mirrors), upload_copies)
         except BaseExceptionGroup as group:
             error = _innermost(group)
             if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
@@ -62,10 +64,12 @@ def run_from_folder(
     return 0
 
 
-async def _main(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...]) -> None:
+async def _main(
+    run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...], upload_copies: float
+) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, run, listen, threads, mirrors)
+            nursery.start_soon(_serve, run, listen, threads, mirrors, upload_copies)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -73,7 +77,9 @@ async def _main(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[st
                 return
 
 
-async def _serve(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...]) -> None:
+async def _serve(
+    run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...], upload_copies: float
+) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
     from barnraise.coordinator.verifier_child import ChildVerifier
 
@@ -87,6 +93,7 @@ async def _serve(run: Run, listen: Sequence[str], threads: int, mirrors: tuple[s
                 ChildVerifier(setup, run.path / "verifier.log"),
                 ChildLearner(setup, run.path / "learner.log"),
                 mirrors=mirrors,
+                upload_copies=upload_copies,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())

@@ -25,6 +25,7 @@ from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.status import state_tree
@@ -71,6 +72,7 @@ async def run_coordinator(
     leases_per_node: int = scheduler.LEASES_PER_NODE,
     shard_size: int = MAX_SHARD,
     mirrors: tuple[str, ...] = (),
+    upload_copies: float = 0.0,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -83,6 +85,7 @@ async def run_coordinator(
         announce: told short lines for a person: versions published, the end.
         control: whether to serve the run folder's control socket.
         mirrors: base URLs of static file hosts, named in the manifests of versions to come.
+        upload_copies: about how many copies of a version to send down the broadcast tree; 0: no limit.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -97,10 +100,13 @@ async def run_coordinator(
         sessions = Sessions(
             core, hub, run.signed_spec, rng or secrets.SystemRandom(), leases_per_node=leases_per_node
         )
+        origin = Origin(run.spec, run.run_id, network, store, rng or secrets.SystemRandom(), upload_copies)
         verify = VerifyBelt(core, verifier, progress)
-        learn = LearnBelt(core, hub, learner, store, run.path, progress, announce, shard_size, mirrors)
+        learn = LearnBelt(
+            core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin
+        )
         core.listeners.append(partial(_push_receipts, hub))
-        get_state = partial(state_tree, core, hub, progress, network, now_ms())
+        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
@@ -115,6 +121,7 @@ async def run_coordinator(
                 network.set_handler(HELLO_PROTOCOL, answer_hello)
                 network.set_handler(SESSION_PROTOCOL, sessions.serve)
                 network.set_handler(SHARD_PROTOCOL, serve_shards(store))
+                nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)
                 nursery.start_soon(learn.run)

@@ -8,6 +8,7 @@ from typing import Any
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub, Live
+from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.state import Node
 from barnraise.protocol.identity import peer_id_of
@@ -17,7 +18,9 @@ MAX_NODES = 256
 MAX_HISTORY = 1000
 
 
-def state_tree(core: Core, hub: Hub, progress: Progress, network: Network, started_ms: int) -> dict[str, Any]:
+def state_tree(
+    core: Core, hub: Hub, progress: Progress, network: Network, started_ms: int, origin: Origin | None = None
+) -> dict[str, Any]:
     """Everything that a person or the demo wants to see; keys as the viewers expect them."""
     state, spec = core.state, core.spec
     history = state.versions[-MAX_HISTORY:]
@@ -51,6 +54,7 @@ def state_tree(core: Core, hub: Hub, progress: Progress, network: Network, start
         "nodes_live": len(hub.by_key),
         "bytes_in": int(getattr(network, "bytes_in", 0)),
         "bytes_out": int(getattr(network, "bytes_out", 0)),
+        "tree": None if origin is None else origin.state(),
         "training_seconds": round(sum(info.stats.seconds for info in history if info.stats is not None), 3),
         "ledger_size": len(core.ledger),
         "complete": complete,

@@ -39,6 +39,13 @@ def run(
         help="Static file host that has the shards (see export-store), named to nodes in new versions; "
         "may be repeated.",
     ),
+    upload_copies: float = typer.Option(
+        0.0,
+        "--upload-copies",
+        metavar="X",
+        min=0.0,
+        help="Upload about X copies of each version down the broadcast tree, such as 1.5; 0: no limit.",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
@@ -46,13 +53,19 @@ def run(
 
     if len(mirror) > MAX_MIRRORS:
         raise typer.BadParameter(f"at most {MAX_MIRRORS} mirrors", param_hint="--mirror")
+    if 0 < upload_copies < 1:
+        raise typer.BadParameter(
+            "0, or at least 1: nobody could get a whole version", param_hint="--upload-copies"
+        )
     for url in mirror:
         try:
             check_mirror(url)
         except MalformedError as error:
             raise typer.BadParameter(str(error), param_hint="--mirror") from error
     try:
-        code = run_from_folder(folder, listen=tuple(listen), threads=threads, mirrors=tuple(mirror))
+        code = run_from_folder(
+            folder, listen=tuple(listen), threads=threads, mirrors=tuple(mirror), upload_copies=upload_copies
+        )
     except PeerError as error:  # an address that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
     raise typer.Exit(code)
