@@ -154,12 +154,14 @@ def draw(path: str, runs: dict[str, Result], growth: list[Result]) -> None:
     star = plain.ratio * plain.speedup_over_star
     left.axvline(star, color="grey", linestyle=":", label=f"star: {star:.1f}")
     left.axvline(1, color="black", linestyle="--", label="lower bound")
-    left.set(xlabel="time / lower bound", ylabel="nodes done (%)", xscale="log")
+    left.set(xlabel="time / lower bound", ylabel="nodes done (%)", xlim=(0.9, None))
     left.legend()
     rows = sorted(growth, key=lambda result: result.nodes)
     right.plot([row.nodes for row in rows], [row.ratio for row in rows], marker="o")
     right.axhline(1, color="black", linestyle="--")
     right.set(xlabel="nodes", ylabel="time / lower bound", xscale="log", ylim=(0.95, None))
+    right.set_xticks([row.nodes for row in rows], [str(row.nodes) for row in rows], minor=False)
+    right.minorticks_off()
     figure.savefig(path, dpi=150)
 
 
