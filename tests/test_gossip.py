@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import trio
 import trio.testing
-from gossip_support import CONFIG, KIB, make_version, meadow, opened
+from gossip_support import CONFIG, KIB, Host, make_version, meadow, opened
 
 from barnraise.protocol import shards as shards_module
 from barnraise.protocol.errors import PeerError, StorageError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.messages import PatchEntry
 from barnraise.protocol.network import Stream
 from barnraise.protocol.store import DiskStore
@@ -295,3 +298,31 @@ async def _ended(stream: Stream) -> bool:
             pass
         return True
     return False
+
+
+async def test_the_same_over_libp2p(tmp_path: Path) -> None:
+    """Five hosts, real sockets, real time: a version of 24 MB in shards of 1 MiB."""
+    hosts: list[Host] = []
+
+    async def live(number: int, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        identity = Identity.from_private_bytes(bytes([number + 1]) * 32)
+        async with open_libp2p(identity, ["/ip4/127.0.0.1/tcp/0"]) as network:
+            hosts.append(Host(network, tmp_path / str(number), hosts[0] if hosts else None, up=20e6))
+            task_status.started()
+            await hosts[number].run()
+
+    async with trio.open_nursery() as nursery:
+        for number in range(5):
+            await nursery.start(live, number)
+        origin, nodes = hosts[0], hosts[1:]
+        with trio.fail_after(60):
+            while not all(host.gossiper.links for host in nodes):
+                await trio.sleep(0.05)
+            signed = origin.publish(1, 24 * 1024 * KIB, 1024 * KIB)
+            while not all(1 in host.done for host in nodes):
+                await trio.sleep(0.05)
+        assert all(host.whole(signed) for host in nodes)
+        assert all(host.gossiper.defects == 0 and not host.gossiper.banned for host in hosts)
+        assert origin.uploaded(1) < 3 * 24 * 1024 * KIB
+        assert origin.asked == 0
+        nursery.cancel_scope.cancel()
