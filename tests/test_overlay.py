@@ -8,14 +8,10 @@ import pytest
 import trio
 import trio.testing
 from cheats import Paced
-from swarm_support import Swarm, make_model, swarming
+from swarm_support import make_model, swarming
 
 from barnraise.coordinator.origin import Origin
 from barnraise.protocol import shards as shards_module
-from barnraise.protocol.manifest import manifest_bytes
-from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest
-from barnraise.protocol.shards import serve_shards
-from barnraise.protocol.wire import decode
 
 Clock = trio.testing.MockClock
 
