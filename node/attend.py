@@ -307,7 +307,7 @@ def _believe_head(ctx: Context, head: Signed | None) -> int:
     if manifest.version > known or ctx.head is None:
         ctx.head, ctx.head_version = head, manifest.version
         if ctx.treecast is not None:
-            ctx.treecast.gossiper.publish(head, manifest)
+            ctx.treecast.gossiper.spawn(ctx.treecast.gossiper.publish_later, head, manifest)
         if manifest.version > known >= 0:
             ctx.say(f"version {manifest.version} was published")
     return max(known, manifest.version)

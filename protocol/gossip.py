@@ -64,6 +64,7 @@ LINGER_S = 1.0  # between the decision to part and the end of the connection
 STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
 SWEEP_S = 5.0
 LEAVE_S = 1.0
+PATIENCE_S = 5.0  # for the tree to bring a head that is known already
 LISTS = 8  # transfers taken part in: two for each version that a node keeps, and some
 HEADS = 8
 _CONTROL = frozenset(frame.type for frame in TREE_FRAMES) - {Piece}
@@ -129,6 +130,8 @@ class Gossiper:
         self._heads = Heads(check_head, 2 * HEADS)
         self._dialling: set[str] = set()
         self._nursery: trio.Nursery | None = None
+        self._early: list[tuple[Callable[..., Any], tuple[object, ...]]] = []  # tasks for when ``run`` begins
+        self._over = False
         self._wake = trio.Event()
         self._planned = math.inf
         self._traffic = ShardTraffic(self)
@@ -145,9 +148,12 @@ class Gossiper:
                 self.do(self.core.start(trio.current_time()))
                 nursery.start_soon(self._keep_time)
                 nursery.start_soon(self._sweep)
+                for task, arguments in self._early:
+                    nursery.start_soon(task, *arguments)
+                self._early.clear()
                 task_status.started()
         finally:
-            self._nursery = None
+            self._nursery, self._over = None, True
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LEAVE_S):
                 await self._leave()
 
@@ -178,6 +184,16 @@ class Gossiper:
         now = trio.current_time()
         self._heads.remember(signed, manifest)
         self.do(self.core.publish(manifest.version, signed, now))
+
+    async def publish_later(self, signed: Signed, manifest: Manifest) -> None:
+        """For a head that came another way: the tree is left the time to bring it, too.
+
+        Were every node to pass on what all have heard at once, each link would see it
+        twice, and none would stay eager.
+        """
+        self._heads.remember(signed, manifest)
+        await trio.sleep(PATIENCE_S)
+        self.publish(signed, manifest)
 
     def hold(self, manifest: Manifest) -> None:
         """Serve what the store has of a checked manifest; begins or brings up to date."""
@@ -275,9 +291,11 @@ class Gossiper:
             self._wake.set()
 
     def spawn(self, task: Callable[..., Any], *arguments: object) -> None:
-        """Start a task that ends with ``run``."""
+        """Start a task that ends with ``run``, now or when that begins."""
         if self._nursery is not None:
             self._nursery.start_soon(task, *arguments)
+        elif not self._over:
+            self._early.append((task, arguments))
 
     def _delivered(self, peer: str, head: Signed) -> None:
         manifest = self._heads.manifest_of(head)

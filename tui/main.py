@@ -16,7 +16,7 @@ import typer
 
 from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
-from barnraise.tui import coordinate, demo, doctor, join, keys, ledger, runs, status
+from barnraise.tui import coordinate, demo, doctor, join, keys, ledger, runs, status, swarm
 from barnraise.tui.console import examples
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.add_typer(keys.app, name="key")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

@@ -25,6 +25,20 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="The whole state as one JSON object."),
 ) -> None:
     """Show the state of a running node or coordinator."""
+    state = read_folder(folder)
+    if as_json:
+        emit_json(state)
+        return
+    print_rows(overview(state, time.time()))
+
+
+def read_folder(folder: Path | None) -> dict[str, Any]:
+    """The state tree of whatever runs in ``folder``; None is this user's node.
+
+    Raises:
+        typer.BadParameter: it is no folder of a run or a node.
+        BarnraiseError: nothing is running there.
+    """
     if folder is None:
         from barnraise.node.config import default_data_path
 
@@ -36,7 +50,7 @@ def status(
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not a folder; name a run folder or a node's data folder")
     try:
-        state = read_state(folder / "control.sock")
+        return read_state(folder / "control.sock")
     except (BarnraiseError, OSError) as error:
         if (folder / "spec.bin").is_file():
             cure = f"barnraise coordinator run {folder}"
@@ -45,10 +59,6 @@ def status(
         else:
             raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
         raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
-    if as_json:
-        emit_json(state)
-        return
-    print_rows(overview(state, time.time()))
 
 
 def overview(state: dict[str, Any], now: float) -> list[Row]:
