@@ -16,7 +16,8 @@ from typing import Any
 
 import trio
 
-from barnraise.protocol.gossip import LISTS, Gossiper
+from barnraise.protocol.gossip import Gossiper
+from barnraise.protocol.gossip_lists import LISTS
 from barnraise.protocol.gossip_state import tree_state
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import Manifest, Signed
@@ -70,12 +71,12 @@ class Origin:
 
     def publish(self, signed: Signed, manifest: Manifest) -> None:
         """Let a version, whose shards are in the store, into the tree."""
-        self.gossiper.hold(manifest)
+        self.gossiper.lists.hold(manifest)
         self.gossiper.publish(signed, manifest)
 
     def retain(self, versions: Iterable[int]) -> None:
         """Serve only these from now on."""
-        self.gossiper.retain(versions)
+        self.gossiper.lists.retain(versions)
 
     def state(self) -> dict[str, Any]:
         """For the state tree; see ``tree_state``."""

@@ -16,7 +16,8 @@ import trio
 
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import BarnraiseError, PeerError
-from barnraise.protocol.gossip import Gossiper, Watch
+from barnraise.protocol.gossip import Gossiper
+from barnraise.protocol.gossip_lists import Watch
 from barnraise.protocol.messages import Manifest
 from barnraise.protocol.tree_index import lists_of
 
@@ -52,7 +53,7 @@ class TreecastFetcher:
             await download.run()
         finally:
             for number in download.lists:
-                self.gossiper.unwant(number)
+                self.gossiper.lists.unwant(number)
 
 
 class _Download:
@@ -83,7 +84,7 @@ class _Download:
 
     async def run(self) -> None:
         for number, shards in self.lists.items():
-            self.gossiper.want(number, shards, self.watch)
+            self.gossiper.lists.want(number, shards, self.watch)
         if self.others:
             await self._beside(self.others)
         while self.missing and self.failure is None:
@@ -124,7 +125,7 @@ class _Download:
         for digest in some:
             self._got(digest, "")
         for number in self.lists:
-            self.gossiper.stored(number, some)
+            self.gossiper.lists.stored(number, some)
 
     def _from_tree(self, digest: bytes, size: int, peer: str) -> None:
         self.whole_at = trio.current_time()

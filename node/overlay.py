@@ -77,7 +77,7 @@ def settled(ctx: Context, head: Signed) -> None:
     if ctx.treecast is None or ctx.versions is None:
         return
     gossiper = ctx.treecast.gossiper
-    manifest = gossiper.manifest_of(head)
+    manifest = gossiper.heads.manifest_of(head)
     if manifest is not None:
-        gossiper.hold(manifest)
-    gossiper.retain(ctx.versions.on_disk())
+        gossiper.lists.hold(manifest)
+    gossiper.lists.retain(ctx.versions.on_disk())

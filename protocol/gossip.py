@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import trio
 from msgspec.structs import replace
 
-from barnraise.protocol.bitmaps import to_mask
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
 from barnraise.protocol.gossip_dial import open_control
 from barnraise.protocol.gossip_heads import Heads
-from barnraise.protocol.gossip_link import Link
+from barnraise.protocol.gossip_link import Link, part
+from barnraise.protocol.gossip_lists import LISTS, Lists
 from barnraise.protocol.gossip_shards import ShardTraffic
 from barnraise.protocol.messages import Manifest, Message, Signed
 from barnraise.protocol.network import Network, Stream
@@ -43,7 +41,6 @@ from barnraise.protocol.tree_effects import (
     StopReceive,
     StopSend,
 )
-from barnraise.protocol.tree_index import Shards, lists_of, version_of
 from barnraise.protocol.tree_messages import (
     BULK_PROTOCOL,
     TREE_FRAMES,
@@ -65,20 +62,8 @@ STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
 SWEEP_S = 5.0
 LEAVE_S = 1.0
 PATIENCE_S = 5.0  # for the tree to bring a head that is known already
-LISTS = 8  # transfers taken part in: two for each version that a node keeps, and some
 HEADS = 8
 _CONTROL = frozenset(frame.type for frame in TREE_FRAMES) - {Piece}
-
-
-class Watch:
-    """Who waits for a list: told of each shard that came (digest, bytes, peer), or that the disk refuses."""
-
-    def __init__(
-        self, got: Callable[[bytes, int, str], None], failed: Callable[[BarnraiseError], None]
-    ) -> None:
-        self.got = got
-        self.failed = failed
-        self.heard_at = trio.current_time()  # when bytes for it last arrived
 
 
 class Gossiper:
@@ -122,12 +107,9 @@ class Gossiper:
         self.banned: dict[str, str] = {}
         self.defects = 0  # exceptions that should never have been raised
         self.links: dict[str, Link] = {}
-        self.lists: dict[int, Shards] = {}
-        self.watches: dict[int, Watch] = {}
-        self.sent: Counter[int] = Counter()  # bytes by version
-        self.received: Counter[int] = Counter()
+        self.lists = Lists(self.core, store, self.do)
         self._on_head, self._on_report, self._on_change = on_head, on_report, on_change
-        self._heads = Heads(check_head, 2 * HEADS)
+        self.heads = Heads(check_head, 2 * HEADS)
         self._dialling: set[str] = set()
         self._nursery: trio.Nursery | None = None
         self._early: list[tuple[Callable[..., Any], tuple[object, ...]]] = []  # tasks for when ``run`` begins
@@ -163,15 +145,6 @@ class Gossiper:
         views = self.core.views
         return self._nursery is None or not (views.active or views.pending or self._dialling)
 
-    @property
-    def newest_head(self) -> bytes | None:
-        """The content id of the newest head that was checked here."""
-        return self._heads.newest()
-
-    def manifest_of(self, head: Signed) -> Manifest | None:
-        """The manifest inside a head that was checked here and is not too old; None for any other."""
-        return self._heads.manifest_of(head)
-
     def serve(self, slots: int) -> None:
         """Upload at most ``slots`` shards at a time from now on (0: none)."""
         config = replace(self.core.transfer.config, slots=slots, max_slots=slots)
@@ -182,7 +155,7 @@ class Gossiper:
     def publish(self, signed: Signed, manifest: Manifest) -> None:
         """Send a checked head down the tree (ours, or one that came another way). Repeats do nothing."""
         now = trio.current_time()
-        self._heads.remember(signed, manifest)
+        self.heads.remember(signed, manifest)
         self.do(self.core.publish(manifest.version, signed, now))
 
     async def publish_later(self, signed: Signed, manifest: Manifest) -> None:
@@ -191,65 +164,9 @@ class Gossiper:
         Were every node to pass on what all have heard at once, each link would see it
         twice, and none would stay eager.
         """
-        self._heads.remember(signed, manifest)
+        self.heads.remember(signed, manifest)
         await trio.sleep(PATIENCE_S)
         self.publish(signed, manifest)
-
-    def hold(self, manifest: Manifest) -> None:
-        """Serve what the store has of a checked manifest; begins or brings up to date."""
-        for number, shards in lists_of(manifest).items():
-            here = [index for index, (digest, _) in enumerate(shards) if self.store.has(digest)]
-            if here:
-                self._take_part(number, shards, here, wanted=False)
-
-    def want(self, number: int, shards: Shards, watch: Watch) -> None:
-        """Fetch a list of a checked manifest; what the store has of it already is served."""
-        self.watches[number] = watch
-        here = [index for index, (digest, _) in enumerate(shards) if self.store.has(digest)]
-        self._take_part(number, shards, here, wanted=True)
-
-    def stored(self, number: int, digests: Iterable[bytes]) -> None:
-        """Shards of a list came another way and are in the store."""
-        wanted = set(digests)
-        for index, (digest, _) in enumerate(self.lists.get(number, ())):
-            if digest in wanted:
-                self.do(self.core.verified(None, number, index, trio.current_time()))
-
-    def unwant(self, number: int) -> None:
-        """Nobody waits for a list any more: it is served if it is whole, and left if not."""
-        self.watches.pop(number, None)
-        shards = self.lists.get(number)
-        if shards is not None and self.core.transfer.bitmap(number).bit_count() < len(shards):
-            self.forget(number)
-
-    def forget(self, number: int) -> None:
-        """Take no part in a list any more."""
-        if self.lists.pop(number, None) is not None:
-            self.do(self.core.forget(number, trio.current_time()))
-
-    def retain(self, versions: Iterable[int]) -> None:
-        """Forget lists of other versions than these, but for those that are waited for."""
-        kept = set(versions)
-        for number in list(self.lists):
-            if version_of(number) not in kept and number not in self.watches:
-                self.forget(number)
-
-    def _take_part(self, number: int, shards: Shards, here: Sequence[int], *, wanted: bool) -> None:
-        now = trio.current_time()
-        core = self.core
-        fresh = number not in self.lists
-        self.lists[number] = shards
-        sizes = [size for _, size in shards]
-        effects = core.want(number, sizes, now, have=to_mask(here), wanted=wanted)
-        if not fresh:
-            for index in here:
-                effects += core.verified(None, number, index, now)
-        self.do(effects)
-        for known in [known for known in self.lists if known not in core.transfer.versions()]:
-            del self.lists[known]  # crowded out by this one
-        for counter in (self.sent, self.received):
-            for version in sorted(counter)[: -2 * LISTS]:
-                del counter[version]
 
     def ban(self, peer: str, reason: str) -> None:
         """Refuse ``peer`` from now on: it was caught elsewhere."""
@@ -298,19 +215,20 @@ class Gossiper:
             self._early.append((task, arguments))
 
     def _delivered(self, peer: str, head: Signed) -> None:
-        manifest = self._heads.manifest_of(head)
+        manifest = self.heads.manifest_of(head)
         if peer and manifest is not None:  # it is news to us
             self._on_head(head, manifest)
 
     def _ban(self, peer: str, reason: str) -> None:
-        self.banned.setdefault(peer, reason)
-        self._on_report("banned", peer, reason)
+        if peer not in self.banned:
+            self.banned[peer] = reason
+            self._on_report("banned", peer, reason)
+        self.spawn(self._end_banned, peer, reason)  # not now: the machine is in the middle of it
+
+    async def _end_banned(self, peer: str, reason: str) -> None:
         link = self.links.get(peer)
         if link is not None:
-            self.spawn(self._end_soon, link, reason)  # the machine is in the middle of it
-
-    async def _end_soon(self, link: Link, reason: str) -> None:
-        self.end(link, reason)
+            self.end(link, reason)
         await trio.lowlevel.checkpoint()
 
     # --- time
@@ -406,15 +324,7 @@ class Gossiper:
     async def _leave(self) -> None:
         links = list(self.links.values())
         self.do(self.core.leave(trio.current_time()))
-
-        async def part(link: Link) -> None:
-            with suppress(BarnraiseError):
-                await link.flush()
-            await link.close(abruptly=False)
-
-        async with trio.open_nursery() as nursery:
-            for link in links:
-                nursery.start_soon(part, link)
+        await part(links)
 
     # --- streams
 
@@ -466,7 +376,7 @@ class Gossiper:
     async def _take(self, link: Link, message: Message) -> None:
         if isinstance(message, Head):
             try:
-                await self._heads.believe(message)
+                await self.heads.believe(message)
             except SignatureError as error:
                 if not link.ended:
                     self._on_report("forged", link.peer_id, str(error))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import trio
 
-from barnraise.protocol.errors import PeerError
+from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.messages import Message
 from barnraise.protocol.network import Stream
 from barnraise.protocol.wire import frame
@@ -132,3 +132,16 @@ class Link:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _RESET_S):
             for stream in self.streams:
                 await (stream.reset() if abruptly else stream.close())
+
+
+async def part(links: Iterable[Link]) -> None:
+    """Send what is posted on each of ``links``, then close it. The caller sets the time limit."""
+
+    async def one(link: Link) -> None:
+        with suppress(BarnraiseError):
+            await link.flush()
+        await link.close(abruptly=False)
+
+    async with trio.open_nursery() as nursery:
+        for link in links:
+            nursery.start_soon(one, link)

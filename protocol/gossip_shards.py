@@ -99,15 +99,15 @@ class ShardTraffic:
             now = trio.current_time()
             if whole:
                 owner.do(owner.core.sent(peer, number, index, now))
-            elif number in owner.watches:
+            elif number in owner.lists.watches:
                 owner.do(owner.core.lost(number, index, now))
             else:
-                owner.forget(number)  # a version that is going, or damaged on disk
+                owner.lists.forget(number)  # a version that is going, or damaged on disk
 
     async def _deliver(self, link: Link, sending: Sending) -> bool:
         """Send a shard; False if it is not here any more, or no longer wanted."""
         owner, peer = self._owner, link.peer_id
-        shards = owner.lists.get(sending.number, ())
+        shards = owner.lists.shards.get(sending.number, ())
         if sending.stopped or sending.index >= len(shards):
             return False
         digest, size = shards[sending.index]
@@ -128,7 +128,7 @@ class ShardTraffic:
 
         def moved(more: int) -> None:
             link.sent.add(more, trio.current_time())
-            owner.sent[version] += more
+            owner.lists.sent[version] += more
 
         return await sending.run(stream, data, moved)
 
@@ -149,7 +149,7 @@ class ShardTraffic:
             owner.core.progress(peer, now)
             receiving = self._receiving.get(peer)
             if receiving is not None and receiving.taken:
-                watch = owner.watches.get(receiving.number)
+                watch = owner.lists.watches.get(receiving.number)
                 if watch is not None:
                     watch.heard_at = now
 
@@ -183,7 +183,7 @@ class ShardTraffic:
     def _begin(self, link: Link, piece: Piece) -> Receiving:
         """A neighbour begins a shard: whether we take it is the machine's decision."""
         owner, peer = self._owner, link.peer_id
-        shards = owner.lists.get(piece.version)
+        shards = owner.lists.shards.get(piece.version)
         if shards is not None:
             if piece.index >= len(shards):
                 raise MalformedError(f"shard {piece.index} of a list of {len(shards)}")
@@ -201,7 +201,7 @@ class ShardTraffic:
         owner, peer = self._owner, link.peer_id
         number, index = receiving.number, receiving.index
         owner.do(owner.core.received(peer, number, index, trio.current_time()))
-        shards = owner.lists.get(number)
+        shards = owner.lists.shards.get(number)
         if shards is None:
             return
         await self._checks.acquire()
@@ -223,15 +223,15 @@ class ShardTraffic:
         try:
             good = await off_loop(len(data), keep)
         except StorageError as error:
-            watch = owner.watches.get(number)
-            owner.forget(number)
+            watch = owner.lists.watches.get(number)
+            owner.lists.forget(number)
             if watch is not None:
                 watch.failed(error)
             return
         except Exception:
             owner.defects += 1
             log.exception("a shard of %s could not be stored", peer)
-            owner.forget(number)
+            owner.lists.forget(number)
             return
         finally:
             self._checks.release()
@@ -239,8 +239,8 @@ class ShardTraffic:
         if not good:
             owner.do(owner.core.corrupt(peer, number, index, now))
             return
-        owner.received[version_of(number)] += len(data)
-        watch = owner.watches.get(number)
+        owner.lists.received[version_of(number)] += len(data)
+        watch = owner.lists.watches.get(number)
         if watch is not None:
             watch.heard_at = now
             watch.got(digest, len(data), peer)

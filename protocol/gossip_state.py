@@ -34,7 +34,7 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
                 "bytes_in": 0 if link is None else link.received.total,
             }
         )
-    newest = gossiper.newest_head
+    newest = gossiper.heads.newest()
     return {
         "neighbours": neighbours,
         "parent": None if newest is None else core.tree.parent(newest),
@@ -52,9 +52,9 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
                 "what": "files" if number == files_list(version_of(number)) else "patch",
                 "have": core.transfer.bitmap(number).bit_count(),
                 "of": len(shards),
-                "bytes_out": gossiper.sent[version_of(number)],
-                "bytes_in": gossiper.received[version_of(number)],
+                "bytes_out": gossiper.lists.sent[version_of(number)],
+                "bytes_in": gossiper.lists.received[version_of(number)],
             }
-            for number, shards in sorted(gossiper.lists.items(), reverse=True)
+            for number, shards in sorted(gossiper.lists.shards.items(), reverse=True)
         ],
     }

@@ -159,19 +159,19 @@ class Host:
         except BarnraiseError as error:
             self.errors.append(str(error))
             return
-        self.gossiper.hold(manifest)
-        self.gossiper.retain(self.versions.on_disk())
+        self.gossiper.lists.hold(manifest)
+        self.gossiper.lists.retain(self.versions.on_disk())
         self.done[manifest.version] = trio.current_time()
 
     def publish(self, version: int, size: int = 1024 * KIB, shard: int = 16 * KIB) -> Signed:
         signed = make_version(self.store, self.folder, version, size, shard)
-        self.gossiper.hold(opened(signed))
+        self.gossiper.lists.hold(opened(signed))
         self.gossiper.publish(signed, opened(signed))
         return signed
 
     def uploaded(self, version: int) -> int:
         """Bytes of a version sent down the tree."""
-        return self.gossiper.sent[version]
+        return self.gossiper.lists.sent[version]
 
     def whole(self, signed: Signed) -> bool:
         manifest = opened(signed)

@@ -155,11 +155,11 @@ async def test_a_bitmap_that_lies_delays_nobody_for_long(tmp_path: Path, autojum
         signed = make_version(origin.store, origin.folder, 1)
         shards = lists_of(opened(signed))[2]
         everything = (1 << len(shards)) - 1
-        liar.gossiper.lists[2] = shards
+        liar.gossiper.lists.shards[2] = shards
         liar.gossiper.do(
             liar.gossiper.core.want(2, [n for _, n in shards], trio.current_time(), have=everything)
         )
-        origin.gossiper.hold(opened(signed))
+        origin.gossiper.lists.hold(opened(signed))
         origin.gossiper.publish(signed, opened(signed))
         await field.until_done(1, "n0", "n1", "n2", limit=60)
         assert origin.asked == 0
@@ -217,8 +217,7 @@ async def test_rubbish_costs_its_sender_the_link_and_nobody_anything_else(
                 (BULK_PROTOCOL, b"\x00" * 100),
             ):
                 stream = await network.open_stream("o", protocol)
-                await stream.write(data)
-                assert await _ended(stream)
+                assert await _ended(stream, data)
         origin.publish(1)
         await field.until_done(1, limit=30)
         assert "stranger" not in origin.gossiper.links
@@ -253,7 +252,7 @@ async def test_a_full_disk_fails_the_download_with_its_reason(
         await field.until_done(1, "n1", limit=30)
         await trio.sleep(5)
         assert full.errors == ["the disk is full"]
-        assert not full.gossiper.lists
+        assert not full.gossiper.lists.shards
 
 
 async def test_without_a_tree_the_shards_come_from_the_origin_directly(
@@ -289,9 +288,11 @@ async def _refuse(stream: Stream) -> None:
     await stream.reset()
 
 
-async def _ended(stream: Stream) -> bool:
+async def _ended(stream: Stream, data: bytes) -> bool:
+    """Whether the other side ends the stream because of what is sent."""
     with trio.move_on_after(5):
         try:
+            await stream.write(data)
             while await stream.read(1000):
                 pass
         except PeerError:
