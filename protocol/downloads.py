@@ -38,7 +38,7 @@ class Downloads:
 
     def starves_after(self, state: VersionState) -> float:
         """Seconds without a shard until a version counts as starved, longer each time."""
-        return self._config.starved_after * 2 ** min(state.starved, 4)
+        return self._config.starved_after * 2.0 ** min(state.starved, 4)
 
     def late_at(self, peer: PeerState) -> float:
         """When the shard on its way from ``peer`` is late: not asked elsewhere, and everything else is."""
@@ -48,7 +48,7 @@ class Downloads:
         state = self._versions[version]
         if state.missing or state.counts.count(index) < 2:
             return math.inf
-        return peer.begun_at + max(2.0, 4 * self._typical) * 2**state.overtaken
+        return peer.begun_at + max(2.0, 4 * self._typical) * 2.0**state.overtaken
 
     def overtake(self, name: str, peer: PeerState, now: float) -> Effects:
         """At the end, ask others for what a slow neighbour is still sending; each time later than before."""
@@ -92,7 +92,7 @@ class Downloads:
     ) -> Effects:
         """Bring our standing order with ``name`` up to date, if that changes it."""
         rest = peer.holds.get(version, 0) & state.missing if peer.muted_until <= now else 0
-        chosen = []
+        chosen: list[int] = []
         while rest and len(chosen) < self._config.order:
             index = pick(state.counts.rarest(rest), self._rng)
             chosen.append(index)
