@@ -24,6 +24,7 @@ from barnraise.protocol.tree_index import lists_of
 STUCK_S = 10.0  # without a byte from the tree
 TRICKLE_S = 60.0  # without a whole shard from it
 CATCH_UP = 8  # shards asked for beside the tree at a time
+LEAST_CAP = 1e6  # bytes/s: below it, that many neighbours sending at once would only be in each other's way
 PATIENCE = 5  # attempts beside the tree in a row that find nobody
 _LOOK_S = 0.5
 
@@ -79,6 +80,9 @@ class _Download:
             lacking = {digest for digest, _ in shards if not has(digest)}
             if lacking and lacking <= self.missing.keys():  # we want the rest of it, and nothing else
                 self.lists[number] = shards
+        cap = owner.beside.down.rate if owner.beside.down is not None else None
+        if cap is not None and cap < LEAST_CAP:
+            self.lists.clear()
         in_lists = {digest for shards in self.lists.values() for digest, _ in shards}
         self.others = {digest: size for digest, size in missing.items() if digest not in in_lists}
 

@@ -19,6 +19,9 @@ from barnraise.protocol.wire import MessageReader, frame
 
 PIECE_S = 30.0  # for a receiver to take one piece
 IDLE_S = 900.0
+FIRST_PIECE = 64 * 1024
+LEAST_PIECE = 16 * 1024
+_FAST_S, _SLOW_S = 0.25, 2.0
 
 
 class Sending:
@@ -32,22 +35,33 @@ class Sending:
     async def run(self, stream: Stream, data: bytes, moved: Callable[[int], None]) -> bool:
         """Write the shard piece by piece; return whether it went out whole.
 
+        Pieces grow on fast links, for the rate's sake, and shrink on slow ones, so that
+        each is taken in time and a transfer can stop soon.
+
         Raises:
             PeerError: the stream broke, or a piece was not taken within 30 s.
         """
         view = memoryview(data)
-        for offset in range(0, len(data), MAX_PIECE):
+        offset, piece = 0, FIRST_PIECE
+        while offset < len(data):
             if self.stopped:
                 return False
-            part = view[offset : offset + MAX_PIECE]
+            part = view[offset : offset + piece]
             header = Piece(
                 version=self.number, index=self.index, offset=offset, size=len(part), total=len(data)
             )
+            began = trio.current_time()
             with trio.move_on_after(PIECE_S) as limit:
                 await stream.write(frame(header) + part)
             if limit.cancelled_caught:
                 raise PeerError(f"{stream.peer_id} took no piece of a shard for {PIECE_S:.0f} s")
             moved(len(part))
+            offset += len(part)
+            took = trio.current_time() - began
+            if took < _FAST_S:
+                piece = min(2 * piece, MAX_PIECE)
+            elif took > _SLOW_S:
+                piece = max(piece // 2, LEAST_PIECE)
         return True
 
 

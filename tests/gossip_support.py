@@ -134,7 +134,9 @@ class Host:
             if origin is None or not beside
             else [Source(origin.name, origin.network.addresses, origin=True)]
         )
-        swarm = SwarmFetcher(self.network, self.store, lambda version: sources, rng=rng)
+        swarm = SwarmFetcher(
+            self.network, self.store, lambda version: sources, down=self.network.down, rng=rng
+        )
         self.fetcher = TreecastFetcher(self.gossiper, swarm)
         self.network.set_handler(SHARD_PROTOCOL, serve_shards(self.store, sent=self._sent))
 

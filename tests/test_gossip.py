@@ -327,3 +327,57 @@ async def test_the_same_over_libp2p(tmp_path: Path) -> None:
         assert origin.uploaded(1) < 3 * 24 * 1024 * KIB
         assert origin.asked == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_a_capped_origin_sends_one_copy_and_a_half_and_the_nodes_do_the_rest(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    capped = TransferConfig(slots=8, max_slots=8, copies=1.5, versions=8)
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=5000 * KIB, transfer=capped)
+        for number in range(6):
+            await field.add(f"n{number}", up=1000 * KIB)
+        await trio.sleep(20)
+        origin.publish(1, 2048 * KIB, 64 * KIB)
+        await field.until_done(1, limit=60)
+        assert origin.uploaded(1) < 1.7 * 2048 * KIB
+        assert origin.asked == 0
+
+
+async def test_hosts_that_come_crash_and_leave_throughout_cost_the_rest_nothing(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=400 * KIB)
+        for number in range(9):
+            await field.add(f"n{number}", up=400 * KIB)
+        await trio.sleep(15)
+        signed = origin.publish(1)
+        await trio.sleep(0.8)
+        field.crash("n1")
+        await field.add("m0", up=400 * KIB)
+        await trio.sleep(0.5)
+        field.crash("n4")
+        await field.leave("n7")
+        await field.add("m1", up=400 * KIB)
+        await field.until_done(1, limit=120)
+        assert all(host.whole(signed) for name, host in field.hosts.items() if name != "o")
+        assert all(not host.gossiper.banned for host in field.hosts.values())
+
+
+async def test_a_host_under_a_tight_cap_is_slow_and_loses_nobody(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=4000 * KIB)
+        for number in range(5):
+            await field.add(f"n{number}", up=4000 * KIB)
+        slow = await field.add("slow", up=40 * KIB, down=40 * KIB)
+        await trio.sleep(15)
+        signed = origin.publish(1, 1024 * KIB, 256 * KIB)
+        names = [f"n{number}" for number in range(5)]
+        assert await field.until_done(1, *names, limit=30) < 10
+        took = await field.until_done(1, "slow", limit=120)
+        assert took < 40  # 26 s at its cap
+        assert slow.whole(signed)
+        assert all("slow" not in host.gossiper.banned for host in field.hosts.values())
