@@ -6,10 +6,10 @@ Nothing here is durable: a restart begins with an empty hub, and nodes come back
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from barnraise.protocol.messages import (
     HeadPush,
@@ -23,6 +23,8 @@ from barnraise.protocol.messages import (
 MAX_SESSIONS = 16_384
 MAX_PER_PEER = 4
 PEERS_GIVEN = 16
+MAX_REPORTS = 64
+MAX_REPORTS_OF_ONE = 16  # per session
 _TRIES = 64
 
 
@@ -50,6 +52,7 @@ class Live:
     state: str = "joining"
     seen_at: int = 0
     replaced: bool = False
+    reports: int = 0
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class Hub:
     by_key: dict[bytes, Live] = field(default_factory=dict)
     head: Signed | None = None
     head_version: int = -1
+    reports: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))  # hearsay
     _per_peer: Counter[str] = field(default_factory=Counter)
     _sample: tuple[Live, ...] | None = None
 

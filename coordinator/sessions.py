@@ -23,7 +23,7 @@ from barnraise.coordinator.events import (
     NodeJoined,
     Submitted,
 )
-from barnraise.coordinator.hub import Hub, Live
+from barnraise.coordinator.hub import MAX_REPORTS_OF_ONE, Hub, Live
 from barnraise.coordinator.journal import Payload
 from barnraise.coordinator.state import Node
 from barnraise.coordinator.submissions import check_lease, check_room, is_duplicate, open_submission
@@ -43,6 +43,7 @@ from barnraise.protocol.messages import (
     ManifestRequest,
     Message,
     NoticePush,
+    PeerReport,
     ReceiptsReply,
     ReceiptsRequest,
     RolloutLease,
@@ -136,6 +137,8 @@ class Sessions:
                     return await self._give_back(live, message)
                 case SubmitRequest():
                     return await self._submit(live, message)
+                case PeerReport():
+                    return self._note(live, message)
                 case ReceiptsRequest():
                     return await self._receipts(live, message)
         except StorageError as error:
@@ -269,6 +272,24 @@ class Sessions:
         )
         payload = Payload(submission_id, lease.terms.policy_version, signed)
         await core.record([submitted], payloads=[payload])
+        return Acknowledged(id=message.id, duplicate=False)
+
+    def _note(self, live: Live, message: PeerReport) -> Message:
+        """Hearsay about another peer: for the operator's eyes."""
+        if live.reports >= MAX_REPORTS_OF_ONE:
+            raise RefusedError("too-many-reports", "this session has reported enough")
+        live.reports += 1
+        peer, text = printable(message.peer_id, 96), printable(message.message)
+        log.warning("%s reports peer %s (%s): %s", live.name, peer, message.code, text)
+        self._hub.reports.append(
+            {
+                "at_ms": self._core.now_ms(),
+                "by": live.name,
+                "peer": peer,
+                "code": message.code,
+                "text": text,
+            }
+        )
         return Acknowledged(id=message.id, duplicate=False)
 
     async def _receipts(self, live: Live, message: ReceiptsRequest) -> Message:

@@ -54,6 +54,7 @@ def state_tree(
         "nodes_live": len(hub.by_key),
         "bytes_in": int(getattr(network, "bytes_in", 0)),
         "bytes_out": int(getattr(network, "bytes_out", 0)),
+        "peer_reports": list(hub.reports),
         "tree": None if origin is None else origin.state(),
         "training_seconds": round(sum(info.stats.seconds for info in history if info.stats is not None), 3),
         "ledger_size": len(core.ledger),

@@ -191,6 +191,7 @@ def _left(ctx: Context, source: str, reason: str) -> None:
     ctx.say(f"{source} is left: {reason}", logging.WARNING)
     if ctx.treecast is not None and source in {peer.peer_id for peer in ctx.peers}:
         ctx.treecast.gossiper.ban(source, reason)
+        overlay.tell(ctx, "corrupt", source, reason)
 
 
 def _serves(ctx: Context, peer: str) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import trio
 
 from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.context import Context
 from barnraise.node.weights import SwarmFetcher
+from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.manifest import check_manifest
-from barnraise.protocol.messages import Signed
+from barnraise.protocol.messages import Acknowledged, PeerReport, Signed
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.wire import printable
@@ -36,6 +38,8 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
             log.info("%s", line)
         else:
             ctx.say(line, logging.WARNING)
+        if code in ("corrupt", "forged"):
+            tell(ctx, code, peer, text)
 
     coordinator = Contact(
         peer_id=ctx.coordinator,
@@ -53,6 +57,25 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
     )
     ctx.treecast = TreecastFetcher(gossiper, beside)
     ctx.entered.set()
+
+
+def tell(ctx: Context, code: str, peer: str, text: str) -> None:
+    """Let the coordinator know of a peer that was caught, if there is a session now."""
+
+    async def ask() -> None:
+        with suppress(BarnraiseError):
+            await ctx.live_session().request(
+                lambda number: PeerReport(
+                    id=number,
+                    peer_id=peer[:96],
+                    code="forged" if code == "forged" else "corrupt",
+                    message=text[:500],
+                ),
+                Acknowledged,
+            )
+
+    if ctx.treecast is not None:
+        ctx.treecast.gossiper.spawn(ask)
 
 
 async def take_part(ctx: Context) -> None:

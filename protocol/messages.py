@@ -198,6 +198,15 @@ class ReceiptsReply(Message, frozen=True):
     receipts: Annotated[tuple[Signed, ...], Meta(max_length=256)]
 
 
+class PeerReport(Message, frozen=True):
+    """A peer sent a corrupt shard or a forged head. Hearsay, for the operator; nobody is judged by it."""
+
+    id: RequestId
+    peer_id: PeerId
+    code: Literal["corrupt", "forged"]
+    message: Text
+
+
 class HeadPush(Message, frozen=True):
     """Unasked: a new policy version was published (signed ``Manifest``)."""
 
@@ -387,6 +396,7 @@ FRAMES: tuple[Frame, ...] = (
     Frame(21, Acknowledged, 64, "reply"),
     Frame(22, ReceiptsRequest, 64, "request"),
     Frame(23, ReceiptsReply, 1024 * 1024, "reply"),
+    Frame(24, PeerReport, 4096, "request"),
     Frame(30, HeadPush, _HEAD, "push"),
     Frame(31, ReceiptPush, _SMALL, "push"),
     Frame(32, NoticePush, 4096, "push"),

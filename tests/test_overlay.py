@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -10,6 +12,7 @@ import trio.testing
 from cheats import Paced
 from swarm_support import make_model, swarming
 
+from barnraise.coordinator import origin
 from barnraise.coordinator.origin import Origin
 from barnraise.protocol import shards as shards_module
 
@@ -42,9 +45,45 @@ async def test_versions_reach_all_daemons_down_the_tree(
             assert mine["banned"] == []
             assert any(v["version"] == 2 and v["have"] == v["of"] for v in mine["versions"])
         assert any(v["bytes_out"] > 0 for v in tree["versions"])
-        print(tree["versions"])
         assert tree["reports"] == []
         await swarm.finish()
+
+
+async def test_a_daemon_that_sends_corrupt_shards_is_banned_and_reported_and_nobody_misses_a_version(
+    tmp_path: Path, model: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(origin, "SLOTS", 1)  # so that the others have to help
+    async with swarming(tmp_path, model, versions=4) as swarm:
+        swarm.memory._bandwidth = 60e3  # of each link from here on
+        evil = await swarm.join("evil", Paced(1.0))
+        honest = [await swarm.join(f"node-{number}", Paced(1.0)) for number in range(4)]
+        assert evil.handle is not None
+        store = evil.handle._ctx.store
+        real = store.get
+
+        def flipped(digest: bytes) -> bytes | None:
+            data = real(digest)
+            return None if data is None else bytes([data[0] ^ 1]) + data[1:]
+
+        await swarm.until(lambda: evil.tree["have_version"] >= 0)
+        evil.handle._ctx.treecast.gossiper.store = _Other(store, flipped)  # type: ignore[union-attr, assignment]
+        await swarm.until(lambda: swarm.head >= 3)
+        await swarm.until(lambda: all(member.tree["have_version"] >= 3 for member in honest))
+        reports = swarm.state()["peer_reports"] + swarm.state()["tree"]["reports"]
+        assert reports
+        assert {report["peer"] for report in reports if report["code"] == "corrupt"} == {evil.peer_id}
+        await swarm.finish()
+
+
+class _Other:
+    """A store that reads otherwise."""
+
+    def __init__(self, store: Any, get: Callable[[bytes], bytes | None]) -> None:
+        self._store = store
+        self.get = get
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 async def test_what_the_operator_may_choose() -> None:

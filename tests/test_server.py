@@ -32,6 +32,7 @@ from barnraise.protocol.messages import (
     LeaseReturn,
     Message,
     NoticePush,
+    PeerReport,
     Receipt,
     ReceiptPush,
     ReceiptsReply,
@@ -330,6 +331,25 @@ async def test_rubbish_costs_its_sender_alone(tmp_path: Path, autojump_clock: Cl
                 await stream.write(rubbish)
                 assert await ended(stream)
         await ann.submit(ann.signed_work(await ann.lease()))
+
+
+async def test_reports_of_other_peers_are_shown_and_bounded(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with stage(tmp_path) as (_, coordinator, ann):
+
+        async def report() -> Acknowledged:
+            return await ann.ask(
+                lambda number: PeerReport(id=number, peer_id="eve", code="corrupt", message="\x1b[2Jbad"),
+                Acknowledged,
+            )
+
+        for _ in range(16):
+            await report()
+        with pytest.raises(RefusedError, match="enough"):
+            await report()
+        shown = coordinator.state()["peer_reports"]
+        assert len(shown) == 16
+        assert (shown[0]["by"], shown[0]["peer"], shown[0]["code"]) == ("ann", "eve", "corrupt")
+        assert "\x1b" not in shown[0]["text"]
 
 
 async def test_one_peer_cannot_open_sessions_without_end(tmp_path: Path, autojump_clock: Clock) -> None:
