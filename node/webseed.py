@@ -56,6 +56,7 @@ class WebSeed:
         check_mirror(base)
         self.base = base
         self.failures = 0
+        self.received = 0
         self._down = down
         self._received = received
         self._timeout = timeout
@@ -194,6 +195,7 @@ class WebSeed:
             self._received(len(piece))
             if self._down is not None:
                 await self._down.take(len(piece))
+            self.received += len(piece)
             shard.data += piece
 
 

@@ -52,9 +52,11 @@ class Donor(Protocol):
 
     Attributes:
         failures: how often it was unreachable, broke off or stalled, since it was made.
+        received: bytes that have arrived since it was made.
     """
 
     failures: int
+    received: int
 
     async def fetch(self, digest: bytes, size: int) -> bytes | None:
         """The verified shard, ``None`` if it is not there. May run in several tasks at once.
@@ -137,7 +139,23 @@ class _Helper:
     out: str = ""  # why it is not asked any more
     retry_at: float = 0.0
     misses: int = 0  # in a row
+    asked: int = 0  # bytes of requests under way
+    settled: int = 0  # of what it has sent, bytes that do not belong to those
     lacks: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # digest -> ask again at, wait
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes asked of it that have not arrived."""
+        return max(0, self.asked - max(0, self.client.received - self.settled))
+
+    def expect(self, size: int) -> None:
+        if not self.asked:
+            self.settled = self.client.received
+        self.asked += size
+
+    def done(self, size: int) -> None:
+        self.asked -= size
+        self.settled = min(self.settled + size, self.client.received)
 
 
 class _Download:
@@ -162,7 +180,6 @@ class _Download:
         self.changed = trio.Event()
         self.started = trio.current_time()
         self.delivered = [0, 0, 0]  # bytes by rank
-        self.outstanding = 0  # bytes asked for
 
     async def run(self) -> None:
         try:
@@ -224,7 +241,7 @@ class _Download:
 
     def _may_ask(self) -> bool:
         down = self.owner.down
-        return down is None or down.allows_more(self.outstanding)
+        return down is None or down.allows_more(sum(donor.outstanding for donor in self.donors.values()))
 
     def _pick(self, donor: _Helper) -> bytes | None:
         now = trio.current_time()
@@ -266,7 +283,7 @@ class _Download:
         self.idle.pop(digest, None)
         mine = (donor, trio.current_time())
         self.flying.setdefault(digest, []).append(mine)
-        self.outstanding += size
+        donor.expect(size)
         try:
             data = await donor.client.fetch(digest, size)
             if data is None:
@@ -281,7 +298,7 @@ class _Download:
         except StorageError as error:
             self.failure = error
         finally:
-            self.outstanding -= size
+            donor.done(size)
             asked = self.flying[digest]
             asked.remove(mine)
             if not asked:

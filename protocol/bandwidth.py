@@ -27,10 +27,11 @@ _SLACK = 1.0  # bytes: rounding of clock values must not make a waiter wait for 
 
 
 class Bucket:
-    """Tokens for bytes: ``rate`` a second (None: no cap), saved up for ``DEPTH_S``. Times in seconds."""
+    """Tokens for bytes: ``rate`` a second (None: no cap), saved up for ``depth_s``. Times in seconds."""
 
-    def __init__(self, rate: float | None = None) -> None:
+    def __init__(self, rate: float | None = None, depth_s: float = DEPTH_S) -> None:
         self.rate = rate
+        self._depth_s = depth_s
         self._tokens = 0.0
         self._at = -math.inf  # when ``_tokens`` was right
         self._load = 0.0
@@ -56,11 +57,11 @@ class Bucket:
         short = size - self._tokens
         return 0.0 if short <= _SLACK else short / self.rate
 
-    def spend(self, size: int, now: float) -> None:
-        """``size`` bytes pass now."""
+    def spend(self, size: int, now: float, most_debt_s: float = math.inf) -> None:
+        """``size`` bytes pass now, or have passed: a debt of at most ``most_debt_s`` delays the next."""
         self._fill(now)
         if self.rate is not None:
-            self._tokens -= size
+            self._tokens = max(self._tokens - size, -self.rate * most_debt_s)
             self._load += size / (self.rate * LOAD_S)
 
     def load(self, now: float) -> float:
@@ -69,7 +70,7 @@ class Bucket:
         return self._load
 
     def _depth(self) -> float:
-        return 0.0 if self.rate is None else max(self.rate * DEPTH_S, SMALLEST_PIECE)
+        return 0.0 if self.rate is None else max(self.rate * self._depth_s, SMALLEST_PIECE)
 
     def _fill(self, now: float) -> None:
         if self._at == -math.inf:
@@ -94,6 +95,7 @@ class Pacer:
         self._others: deque[_Waiter] = deque()
         self._ahead = 0.0  # bytes
         self._adjust_at = 0.0
+        self._changed = trio.Event()
         self.total = 0
 
     @property
@@ -109,6 +111,8 @@ class Pacer:
     def set_rate(self, rate: float | None) -> None:
         """Change the cap; whoever waits obeys it at once."""
         self._bucket.set_rate(rate, trio.current_time())
+        self._changed.set()
+        self._changed = trio.Event()
         self._wake_first()
 
     async def take(self, size: int, *, urgent: bool = False) -> None:
@@ -118,6 +122,12 @@ class Pacer:
             await self._turn(part, urgent)
             size -= part
         self.total += size
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep, until the cap changes at the latest."""
+        changed = self._changed
+        with trio.move_on_after(seconds):
+            await changed.wait()
 
     def allows_more(self, outstanding: int) -> bool:
         """Whether to ask others for more while ``outstanding`` bytes have not arrived yet.

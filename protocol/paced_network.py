@@ -3,21 +3,26 @@
 Bulk transfers wait for small messages, so that a cap never delays heartbeats and
 receipts by more than a piece; large messages share with bulk, whose receivers would
 take a long silence for a stall. Written bytes are held back before they are sent.
-Received ones are held back after they have arrived: a sender may be one window ahead
-on each stream (256 KiB on libp2p), so whoever fetches also bounds what it asks for
-(``Pacer.allows_more``).
+Received ones are held back after they have arrived, and the sender feels it when its
+window is full. It begins with a whole window at once (256 KiB on libp2p), for which
+the next reads wait, but never for longer than ``MOST_PAUSE_S``: whoever fetches also
+bounds what it asks for (``Pacer.allows_more``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import trio
 
-from barnraise.protocol.bandwidth import Pacer
+from barnraise.protocol.bandwidth import Bucket, Pacer
 from barnraise.protocol.messages import SHARD_PROTOCOL
 from barnraise.protocol.network import Handler, Network, Stream
 from barnraise.protocol.tree_messages import BULK_PROTOCOL
 
 BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
+MOST_PAUSE_S = 2.0
+_ARRIVAL_DEPTH_S = 0.3  # while the end of a shard is read nothing arrives; the next one makes up for it
 _SMALL = 16 * 1024  # bytes: larger messages are no more urgent than bulk
 _RESET_S = 2.0
 
@@ -25,8 +30,17 @@ _RESET_S = 2.0
 class PacedStream:
     """A stream whose bytes wait for their turn; see ``barnraise.protocol.network.Stream``."""
 
-    def __init__(self, stream: Stream, up: Pacer, down: Pacer, *, urgent: bool) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        up: Pacer,
+        down: Pacer,
+        *,
+        urgent: bool,
+        settle: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._stream = stream
+        self._settle = settle
         self._up = up
         self._down = down
         self._urgent = urgent
@@ -39,8 +53,10 @@ class PacedStream:
 
     async def read(self, limit: int) -> bytes:
         """1 to ``limit`` bytes once they may pass, or ``b""`` at the end. Cancelling loses nothing."""
-        most = limit if self._down.rate is None else min(limit, self._down.piece)
         if not self._held:
+            if self._down.rate is not None and self._settle is not None and not self._urgent:
+                await self._settle()
+            most = limit if self._down.rate is None else min(limit, self._down.piece)
             self._held = await self._stream.read(most)
             await self._down.take(len(self._held), urgent=self._urgent)
         data, self._held = self._held[:limit], self._held[limit:]
@@ -88,6 +104,8 @@ class PacedNetwork:
         self.up = up
         self.down = down
         self._beside = 0
+        self._arrived = Bucket(down.rate, _ARRIVAL_DEPTH_S)
+        self._seen = network.bytes_in
 
     @property
     def peer_id(self) -> str:
@@ -134,4 +152,17 @@ class PacedNetwork:
         return self._network.connected(peer_id)
 
     def _paced(self, stream: Stream, protocol: str) -> PacedStream:
-        return PacedStream(stream, self.up, self.down, urgent=protocol not in BULK)
+        return PacedStream(
+            stream, self.up, self.down, urgent=protocol not in BULK, settle=self._settle_arrivals
+        )
+
+    async def _settle_arrivals(self) -> None:
+        """Wait while more has arrived lately than the cap allows: reading would ask for more."""
+        now, rate = trio.current_time(), self.down.rate
+        if self._arrived.rate != rate:
+            self._arrived.set_rate(rate, now)
+        arrived, self._seen = self._network.bytes_in - self._seen, self._network.bytes_in
+        self._arrived.spend(arrived, now, MOST_PAUSE_S)
+        delay = self._arrived.delay(0, now)
+        if delay > 0:
+            await self.down.pause(delay)

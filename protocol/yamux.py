@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 INITIAL_WINDOW = 256 * 1024  # fixed by the specification
 MAX_WINDOW = 4 * 1024 * 1024
+SMALL_UPDATE = 16 * 1024  # bytes read after which a window update may be sent,
+UPDATE_EVERY_S = 0.25  # so often; half a window's worth is given back at once
 MAX_INBOUND_STREAMS = 128
 MAX_OUTBOUND_STREAMS = 256
 MAX_CONTROL_FRAMES = 1024
@@ -164,12 +166,15 @@ class GuardedStream(base.YamuxStream):
 
     def _give_back(self, count: int) -> None:
         self._taken += count
-        if self._taken < self.target_recv_window // 2:
+        now = trio.current_time()
+        half = self._taken >= self.target_recv_window // 2
+        # To a slow reader (under a bandwidth cap) bytes come evenly, not half a window at a time.
+        if not half and (self._taken < SMALL_UPDATE or now - self._given_at < UPDATE_EVERY_S):
             return
         increment, self._taken = self._taken, 0
-        now = trio.current_time()
         # The window doubles when it is used up within four round trips, as in go-yamux.
-        if now - self._given_at < 4 * max(self.conn.rtt(), 0.001) and self.target_recv_window < MAX_WINDOW:
+        soon = now - self._given_at < 4 * max(self.conn.rtt(), 0.001)
+        if half and soon and self.target_recv_window < MAX_WINDOW:
             increment += self.target_recv_window
             self.target_recv_window *= 2
         self._given_at = now

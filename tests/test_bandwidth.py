@@ -302,3 +302,43 @@ async def test_a_heartbeat_beside_bulk_is_not_delayed_by_the_cap(
         assert await session.read(100) == b"hello"
         assert trio.current_time() - begin < 0.15
         nursery.cancel_scope.cancel()
+
+
+class Burst:
+    """A network on which a sender's whole first window has arrived before anybody reads."""
+
+    bytes_in = 0
+
+
+async def test_a_window_that_arrives_at_once_is_made_up_for_unless_the_cap_goes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class Full:
+        peer_id = "peer"
+
+        async def read(self, limit: int) -> bytes:
+            return bytes(limit)
+
+        async def write(self, data: bytes) -> None: ...
+        async def close(self) -> None: ...
+        async def reset(self) -> None: ...
+
+    waits = []
+    for size, lifted in ((256 * 1024, False), (10**8, False), (256 * 1024, True)):
+        burst = Burst()
+        network = PacedNetwork(burst, Pacer(), Pacer(125_000))  # type: ignore[arg-type]
+        bulk, session = (network._paced(Full(), p) for p in (SHARD_PROTOCOL, SESSION_PROTOCOL))
+        await bulk.read(100)
+        burst.bytes_in = size
+        begin = trio.current_time()
+        await session.read(100)
+        assert trio.current_time() == begin  # small messages never wait for it
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bulk.read, 100)
+            await trio.sleep(0.5)
+            if lifted:
+                network.down.set_rate(None)
+        waits.append(trio.current_time() - begin)
+    assert waits[0] == pytest.approx(256 * 1024 / 125_000 - 0.3, abs=0.05)
+    assert waits[1] == pytest.approx(2.0, abs=0.05)  # never so long that a sender takes us for dead
+    assert waits[2] == pytest.approx(0.5, abs=0.01)

@@ -257,7 +257,7 @@ async def test_with_no_source_but_a_dead_mirror_the_error_names_it(tmp_path: Pat
 
 
 def test_a_strangers_manifest_never_sends_us_to_our_own_machine(tmp_path: Path) -> None:
-    network = PacedNetwork(cast(Any, SimpleNamespace()), Pacer(), Pacer())
+    network = PacedNetwork(cast(Any, SimpleNamespace(bytes_in=0)), Pacer(), Pacer())
     limits = SimpleNamespace(down=Pacer())
 
     def mirror(url: str, *addresses: str) -> object:
