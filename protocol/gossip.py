@@ -395,7 +395,8 @@ class Gossiper:
         except BarnraiseError as error:
             if isinstance(error, MalformedError):
                 log.warning("the link to %s ends: %s", link.peer_id, error)
-            self.end(link, str(error))
+            if isinstance(error, MalformedError) or self._traffic.receives(link.peer_id):
+                self.end(link, str(error))
             await stream.reset()
         except Exception:
             self.defects += 1

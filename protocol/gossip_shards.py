@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 OPEN_S = 10.0
 MAX_STREAMS = 2  # of one neighbour; it needs one
+REUSE_S = 300.0
 CHECKS = 4  # shards being hashed and stored at a time, each in memory
 
 
@@ -37,7 +38,7 @@ class ShardTraffic:
     def __init__(self, owner: Gossiper) -> None:
         self._owner = owner
         self._sending: dict[str, Sending] = {}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, tuple[Stream, float]] = {}  # and when it was last used
         self._turns: dict[str, trio.Lock] = {}
         self._receiving: dict[str, Receiving] = {}
         self._checks = trio.Semaphore(CHECKS)
@@ -72,8 +73,12 @@ class ShardTraffic:
             sending.stopped = True
         self._receiving.pop(peer, None)
         self._turns.pop(peer, None)
-        stream = self._streams.pop(peer, None)
-        return [] if stream is None else [stream]
+        kept = self._streams.pop(peer, None)
+        return [] if kept is None else [kept[0]]
+
+    def receives(self, peer: str) -> bool:
+        """Whether a shard is on its way from ``peer``."""
+        return peer in self._receiving
 
     # --- out
 
@@ -114,7 +119,7 @@ class ShardTraffic:
         data = await off_loop(size, lambda: owner.store.get(digest))
         if data is None or len(data) != size or sending.stopped:
             return False
-        stream = self._streams.get(peer)
+        stream = await self._kept(peer)
         if stream is None:
             with trio.move_on_after(OPEN_S):
                 stream = await owner.network.open_stream(peer, BULK_PROTOCOL)
@@ -123,14 +128,27 @@ class ShardTraffic:
             if link.ended:
                 await stream.reset()
                 return False
-            self._streams[peer] = stream
+        self._streams[peer] = (stream, trio.current_time())
         version = version_of(sending.number)
 
         def moved(more: int) -> None:
             link.sent.add(more, trio.current_time())
             owner.lists.sent[version] += more
 
-        return await sending.run(stream, data, moved)
+        whole = await sending.run(stream, data, moved)
+        if self._streams.get(peer, (None, 0.0))[0] is stream:
+            self._streams[peer] = (stream, trio.current_time())
+        return whole
+
+    async def _kept(self, peer: str) -> Stream | None:
+        """The open stream to ``peer``, unless it was idle for so long that its other end may be gone."""
+        stream, used = self._streams.get(peer, (None, 0.0))
+        if stream is not None and trio.current_time() - used > REUSE_S:
+            del self._streams[peer]
+            with trio.move_on_after(OPEN_S):
+                await stream.close()
+            return None
+        return stream
 
     # --- in
 

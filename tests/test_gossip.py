@@ -381,3 +381,18 @@ async def test_a_host_under_a_tight_cap_is_slow_and_loses_nobody(
         assert took < 40  # 26 s at its cap
         assert slow.whole(signed)
         assert all("slow" not in host.gossiper.banned for host in field.hosts.values())
+
+
+async def test_links_outlast_an_hour_without_a_version(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=1000 * KIB)
+        for number in range(2):
+            await field.add(f"n{number}", up=1000 * KIB)
+        await trio.sleep(5)
+        origin.publish(1)
+        await field.until_done(1, limit=30)
+        before = dict(origin.gossiper.links)
+        await trio.sleep(3600)
+        origin.publish(2)
+        assert await field.until_done(2, limit=30) < 10
+        assert origin.gossiper.links == before
