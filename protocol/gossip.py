@@ -12,6 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import trio
@@ -120,7 +121,7 @@ class Gossiper:
 
     # --- life
 
-    async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self) -> None:
         """Take part until cancelled, then say goodbye (within a second)."""
         self.network.set_handler(TREE_PROTOCOL, self._serve_control)
         self.network.set_handler(BULK_PROTOCOL, self._serve_bulk)
@@ -133,7 +134,6 @@ class Gossiper:
                 for task, arguments in self._early:
                     nursery.start_soon(task, *arguments)
                 self._early.clear()
-                task_status.started()
         finally:
             self._nursery, self._over = None, True
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LEAVE_S):
@@ -154,9 +154,8 @@ class Gossiper:
 
     def publish(self, signed: Signed, manifest: Manifest) -> None:
         """Send a checked head down the tree (ours, or one that came another way). Repeats do nothing."""
-        now = trio.current_time()
         self.heads.remember(signed, manifest)
-        self.do(self.core.publish(manifest.version, signed, now))
+        self.do(self.core.publish(manifest.version, signed, trio.current_time()))
 
     async def publish_later(self, signed: Signed, manifest: Manifest) -> None:
         """For a head that came another way: the tree is left the time to bring it, too.
@@ -313,11 +312,7 @@ class Gossiper:
         del self.links[link.peer_id]
         link.streams += self._traffic.ended(link)
         if self._nursery is not None:
-
-            async def close() -> None:
-                await link.close(abruptly=abruptly)
-
-            self._nursery.start_soon(close)
+            self._nursery.start_soon(partial(link.close, abruptly=abruptly))
         log.debug("link to %s ended: %s", link.peer_id, reason)
         self.do(self.core.disconnected(link.peer_id, trio.current_time()))
 

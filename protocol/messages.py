@@ -1,7 +1,7 @@
 """Every message that crosses the network: a closed set, one frozen struct each.
 
 A frame on a stream is one byte of type code, four bytes of big-endian length and
-the MessagePack body; ``FRAMES`` fixes code and largest body per type, so that a
+the MessagePack body; ``barnraise.protocol.frames`` fixes code and largest body per type, so that a
 length is judged before a byte is allocated. Unknown fields, coerced types and
 values out of bounds are refused (``barnraise.protocol.wire``).
 
@@ -374,32 +374,3 @@ class Frame(Struct, frozen=True):
     type: type[Message]
     limit: int
     kind: Kind
-
-
-_SMALL = 8 * 1024
-_HEAD = 4 * 1024 * 1024
-
-FRAMES: tuple[Frame, ...] = (
-    Frame(1, Hello, 1024, "plain"),
-    Frame(2, HelloReply, 4096, "plain"),
-    Frame(10, Refusal, 4096, "reply"),
-    Frame(11, JoinRequest, _SMALL, "request"),
-    Frame(12, JoinReply, _HEAD, "reply"),
-    Frame(13, HeartbeatRequest, 1024, "request"),
-    Frame(14, HeartbeatReply, 512 * 1024, "reply"),
-    Frame(15, ManifestRequest, 64, "request"),
-    Frame(16, ManifestReply, _HEAD, "reply"),
-    Frame(17, LeaseRequest, 64, "request"),
-    Frame(18, LeaseReply, _SMALL, "reply"),
-    Frame(19, LeaseReturn, 4096, "request"),
-    Frame(20, SubmitRequest, MAX_SUBMISSION + 1024, "request"),
-    Frame(21, Acknowledged, 64, "reply"),
-    Frame(22, ReceiptsRequest, 64, "request"),
-    Frame(23, ReceiptsReply, 1024 * 1024, "reply"),
-    Frame(24, PeerReport, 4096, "request"),
-    Frame(30, HeadPush, _HEAD, "push"),
-    Frame(31, ReceiptPush, _SMALL, "push"),
-    Frame(32, NoticePush, 4096, "push"),
-    Frame(40, ShardRequest, 128, "plain"),
-    Frame(41, ShardReply, 64, "plain"),
-)

@@ -20,7 +20,8 @@ from typing import TypeVar, cast
 import trio
 
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, RefusedError
-from barnraise.protocol.messages import FRAMES, Message, Refusal
+from barnraise.protocol.frames import FRAMES
+from barnraise.protocol.messages import Message, Refusal
 from barnraise.protocol.network import Stream
 from barnraise.protocol.wire import MessageReader, frame
 

@@ -2,7 +2,7 @@
 
 They travel on one control stream per pair of neighbours, except ``Piece``, which
 goes ahead of raw bytes on a bulk stream of its own. ``TREE_FRAMES`` gives codes
-(50-79) and largest bodies, as ``barnraise.protocol.messages.FRAMES`` does for the
+(50-79) and largest bodies, as ``barnraise.protocol.frames`` does for the
 rest. The state machines behind them: ``views``, ``tree``, ``transfer``.
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from treecast_sim import MB, SHARD, join, run_until_complete, swarm
 
 from barnraise.protocol.bitmaps import Counts, from_bytes, members, pick, to_bytes, to_mask
-from barnraise.protocol.messages import FRAMES
+from barnraise.protocol.frames import FRAMES
 from barnraise.protocol.transfer import Transfer
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_effects import (
