@@ -100,7 +100,8 @@ async def run_coordinator(
         sessions = Sessions(
             core, hub, run.signed_spec, rng or secrets.SystemRandom(), leases_per_node=leases_per_node
         )
-        origin = Origin(run.spec, run.run_id, network, store, rng or secrets.SystemRandom(), upload_copies)
+        tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
+        origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
         verify = VerifyBelt(core, verifier, progress)
         learn = LearnBelt(
             core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin

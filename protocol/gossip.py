@@ -57,7 +57,7 @@ from barnraise.protocol.wire import MessageReader
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 128
-MAX_ADDRESSES = 16
+MAX_BANNED = 4096
 LINGER_S = 1.0  # between the decision to part and the end of the connection
 STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
 SWEEP_S = 5.0
@@ -93,8 +93,8 @@ class Gossiper:
         views: ViewConfig | None = None,
         transfer: TransferConfig | None = None,
     ) -> None:
-        addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)
-        me = Contact(peer_id=network.peer_id, addresses=addresses[:MAX_ADDRESSES])
+        addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)[:16]
+        me = Contact(peer_id=network.peer_id, addresses=addresses)
         self.core = Treecast(
             me,
             bootstrap,
@@ -170,8 +170,7 @@ class Gossiper:
     def ban(self, peer: str, reason: str) -> None:
         """Refuse ``peer`` from now on: it was caught elsewhere."""
         if peer not in self.banned:
-            self._on_report("banned", peer, reason)
-            self.banned[peer] = reason
+            self._ban(peer, reason)
             self.do(self.core.ban(peer, trio.current_time()))
 
     # --- effects
@@ -222,6 +221,7 @@ class Gossiper:
         if peer not in self.banned:
             self.banned[peer] = reason
             self._on_report("banned", peer, reason)
+            self.banned = dict(list(self.banned.items())[-MAX_BANNED:])
         self.spawn(self._end_banned, peer, reason)  # not now: the machine is in the middle of it
 
     async def _end_banned(self, peer: str, reason: str) -> None:
