@@ -252,7 +252,9 @@ class _Download:
                 break
             if donor.lacks.get(digest, (0.0, 0.0))[0] <= now:
                 return digest
-        patience = _ENDGAME_S * (3 if donor.source.origin else 1)
+        if self._capped():
+            return None  # asking twice for one shard brings neither of them sooner
+        patience = _ENDGAME_S * (3 if donor.source.origin else 1) + self._time_at_cap()
         for digest, asked in self.flying.items():
             if digest not in self.missing:
                 continue  # a second request still under way for what the first has brought
@@ -272,6 +274,12 @@ class _Download:
             return healthy
         left = sum(self.missing.values())
         return left * elapsed <= _HELP_S * sum(self.delivered[:rank]) or self._capped()
+
+    def _time_at_cap(self) -> float:
+        """Seconds that all bytes under way take if nothing but our own cap slows them."""
+        down = self.owner.down
+        rate = None if down is None else down.rate
+        return sum(donor.outstanding for donor in self.donors.values()) / rate if rate else 0.0
 
     def _capped(self) -> bool:
         """Whether it is our own cap that makes it slow: then more sources would not help."""

@@ -26,9 +26,7 @@ TREE: dict[str, Any] = {
     "upload": 2_000_000,
     "fan_out": 2,
     "banned": [{"peer": "12D3KooWbbbbbbbb", "reason": "sent a corrupt shard"}],
-    "versions": [
-        {"version": 3, "what": "files", "have": 5, "of": 9, "bytes_out": 9_000_000, "bytes_in": 1}
-    ],
+    "versions": [{"version": 3, "what": "files", "have": 5, "of": 9, "bytes_out": 9_000_000, "bytes_in": 1}],
 }
 
 
@@ -61,8 +59,8 @@ def test_a_node_shows_its_download_with_sources_and_time_left() -> None:
         "eta_s": 15.0,
         "sources": [{"peer": "a", "bytes": 1}, {"peer": "", "bytes": 2}],
     }
-    state = {"kind": "node", "run": "barn", "run_id": "", "have_version": 3, "head_version": 4, "fetch": fetch}
-    shown = texts({**state, "coordinator": "12D3KooWaaaaaaaa", "tree": TREE})
+    state = {"kind": "node", "run": "barn", "run_id": "", "have_version": 3, "head_version": 4}
+    shown = texts({**state, "fetch": fetch, "coordinator": "12D3KooWaaaaaaaa", "tree": TREE})
     assert "version 3 here, newest version 4" in shown
     assert "version 4: 250 B of 1.0 kB (25 %), 50 B/s, 15s left, from 1 neighbours" in shown
     assert "coordinator ..aaaaaaaa" in shown
