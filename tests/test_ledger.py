@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spec_support import GRPO, VERIFY
 
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import sign
@@ -35,12 +36,10 @@ from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.spec import (
     EnvironmentSpec,
     EvalSpec,
-    GrpoSpec,
     ModelSpec,
     RolloutSpec,
     RunSpec,
     SamplingSpec,
-    VerifySpec,
 )
 
 OPERATOR, STRANGER = Identity.from_private_bytes(b"o" * 32), Identity.from_private_bytes(b"s" * 32)
@@ -76,35 +75,8 @@ SPEC = RunSpec(
         timeout_s=60.0,
         deadline_s=120.0,
     ),
-    grpo=GrpoSpec(
-        learning_rate=1e-3,
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.95,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        inner_epochs=1,
-        minibatches=1,
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_delta=4.0,
-        normalise_std=True,
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        loss_aggregation="token",
-    ),
-    verify=VerifySpec(
-        toploc_top_k=128,
-        toploc_chunk=32,
-        max_exponent_mismatches=38,
-        max_mantissa_mean=10.0,
-        max_mantissa_median=8.0,
-        eos_min_probability=0.01,
-        sampling_margin=2.0,
-        sampling_mean=0.1,
-        logprob_mean=0.1,
-        logprob_max=2.0,
-    ),
+    grpo=GRPO,
+    verify=VERIFY,
     evaluation=EvalSpec(tasks=64, every=1),
     admission="open",
 )

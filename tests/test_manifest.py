@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spec_support import GRPO, VERIFY
 
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
@@ -29,12 +30,10 @@ from barnraise.protocol.messages import FileEntry, Manifest
 from barnraise.protocol.spec import (
     EnvironmentSpec,
     EvalSpec,
-    GrpoSpec,
     ModelSpec,
     RolloutSpec,
     RunSpec,
     SamplingSpec,
-    VerifySpec,
 )
 
 OPERATOR = Identity.generate()
@@ -72,35 +71,8 @@ def run_spec(assets: dict[str, bytes] | None = None, parameters: int = 1_000_000
             timeout_s=60.0,
             deadline_s=120.0,
         ),
-        grpo=GrpoSpec(
-            learning_rate=1e-3,
-            warmup_steps=0,
-            beta1=0.9,
-            beta2=0.99,
-            weight_decay=0.0,
-            grad_clip=1.0,
-            inner_epochs=1,
-            minibatches=1,
-            clip_low=0.2,
-            clip_high=0.2,
-            clip_delta=4.0,
-            normalise_std=True,
-            kl_coefficient=0.0,
-            entropy_coefficient=0.0,
-            loss_aggregation="token",
-        ),
-        verify=VerifySpec(
-            toploc_top_k=128,
-            toploc_chunk=32,
-            max_exponent_mismatches=38,
-            max_mantissa_mean=10.0,
-            max_mantissa_median=8.0,
-            eos_min_probability=0.1,
-            sampling_margin=0.5,
-            sampling_mean=0.1,
-            logprob_mean=0.1,
-            logprob_max=1.0,
-        ),
+        grpo=GRPO,
+        verify=VERIFY,
         evaluation=EvalSpec(tasks=8, every=1),
         admission="open",
     )

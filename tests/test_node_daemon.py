@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from spec_support import GRPO, VERIFY
 
 from barnraise.node import attend
 from barnraise.node.config import NodeConfig
@@ -63,12 +64,10 @@ from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.spec import (
     EnvironmentSpec,
     EvalSpec,
-    GrpoSpec,
     ModelSpec,
     RolloutSpec,
     RunSpec,
     SamplingSpec,
-    VerifySpec,
 )
 from barnraise.protocol.store import DiskStore
 
@@ -97,35 +96,6 @@ def run_spec(operator: Identity, versions: int = 50) -> RunSpec:
         timeout_s=60.0,
         deadline_s=120.0,
     )
-    grpo = GrpoSpec(
-        learning_rate=1e-3,
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        inner_epochs=1,
-        minibatches=1,
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_delta=4.0,
-        normalise_std=True,
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        loss_aggregation="token",
-    )
-    verify = VerifySpec(
-        toploc_top_k=128,
-        toploc_chunk=32,
-        max_exponent_mismatches=38,
-        max_mantissa_mean=10.0,
-        max_mantissa_median=8.0,
-        eos_min_probability=0.1,
-        sampling_margin=0.5,
-        sampling_mean=0.1,
-        logprob_mean=0.1,
-        logprob_max=1.0,
-    )
     return RunSpec(
         format=1,
         name="barn",
@@ -138,8 +108,8 @@ def run_spec(operator: Identity, versions: int = 50) -> RunSpec:
         environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
         sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
         rollout=rollout,
-        grpo=grpo,
-        verify=verify,
+        grpo=GRPO,
+        verify=VERIFY,
         evaluation=EvalSpec(tasks=8, every=1),
         admission="open",
     )
