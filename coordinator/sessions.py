@@ -118,6 +118,15 @@ class Sessions:
                 live.session.close("opened a session and did not join")
 
     async def _handle(self, live: Live, message: Message) -> Message:
+        try:
+            return await self._answer(live, message)
+        except StorageError as error:  # its text names our folders: for the operator, not for strangers
+            log.error("refused %s: %s", type(message).__name__, error)
+            raise RefusedError(
+                "storage-full", "the coordinator's disk is full or broken, which its operator sees: try later"
+            ) from None
+
+    async def _answer(self, live: Live, message: Message) -> Message:
         live.seen_at = self._core.now_ms()
         if isinstance(message, JoinRequest):
             return await self._join(live, message)
@@ -125,24 +134,21 @@ class Sessions:
             raise RefusedError("join-first", "the first request of a session is JoinRequest")
         if live.replaced:
             raise RefusedError("duplicate-key", "a newer session with this key has taken over")
-        try:
-            match message:
-                case HeartbeatRequest():
-                    return self._heartbeat(live, message)
-                case ManifestRequest():
-                    return ManifestReply(id=message.id, head=self._hub.head)
-                case LeaseRequest():
-                    return await self._lease(live, message)
-                case LeaseReturn():
-                    return await self._give_back(live, message)
-                case SubmitRequest():
-                    return await self._submit(live, message)
-                case PeerReport():
-                    return self._note(live, message)
-                case ReceiptsRequest():
-                    return await self._receipts(live, message)
-        except StorageError as error:
-            raise RefusedError("storage-full", f"the coordinator's disk refuses: {error}"[:500]) from None
+        match message:
+            case HeartbeatRequest():
+                return self._heartbeat(live, message)
+            case ManifestRequest():
+                return ManifestReply(id=message.id, head=self._hub.head)
+            case LeaseRequest():
+                return await self._lease(live, message)
+            case LeaseReturn():
+                return await self._give_back(live, message)
+            case SubmitRequest():
+                return await self._submit(live, message)
+            case PeerReport():
+                return self._note(live, message)
+            case ReceiptsRequest():
+                return await self._receipts(live, message)
         raise RefusedError("unknown-request", f"{type(message).__name__} is not served here")
 
     async def _join(self, live: Live, message: JoinRequest) -> Message:
@@ -167,10 +173,7 @@ class Sessions:
         renamed = node is not None and node.name != name and now - node.named_at >= RENAME_AFTER_MS
         if node is None or renamed:
             joined = NodeJoined(node=message.public_key, name=name, at_ms=now)
-            try:
-                await self._core.record([joined])
-            except StorageError as error:
-                raise RefusedError("storage-full", f"the coordinator's disk refuses: {error}"[:500]) from None
+            await self._core.record([joined])
         log.info("%s joined (%s, %s)", name, fingerprint(live.key), live.engine)
         if scheduler.is_complete(self._core.state, self._core.spec.rollout):
             live.session.push(run_complete(self._core))
