@@ -32,6 +32,7 @@ from barnraise.protocol.tree_messages import (
 )
 
 _LOOK_BACK = 6  # shuffles after which a node with room for neighbours asks its bootstrap contacts again
+_JOIN_AGAIN = 20  # of these times one asks as a newcomer does, whom even a full view grants
 _JOIN, _URGENT, _POLITE, _ANSWER = "join", "urgent", "polite", "answer"
 
 
@@ -229,7 +230,7 @@ class Views:
             effects += self._shuffle()
             self._shuffles += 1
             if self._shuffles % _LOOK_BACK == 0 and len(self.active) < self.config.active:
-                effects += self._bootstrap_now(now)  # a group cut off from the rest knows only itself
+                effects += self._look_back(now)
         if self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             effects += self._bootstrap_now(now)
@@ -382,9 +383,18 @@ class Views:
         """Below half of its links a node asks in a way that full views grant, too."""
         return _URGENT if len(self.active) <= self.config.active // 2 else _POLITE
 
-    def _bootstrap_now(self, now: float) -> Effects:
+    def _look_back(self, now: float) -> Effects:
+        """A group cut off from the rest knows only itself: ask where we came in.
+
+        Politely, since joining makes a full view drop a neighbour, who has room then and
+        asks in turn: the links would never come to rest.
+        """
+        again = self._shuffles % (_LOOK_BACK * _JOIN_AGAIN) == 0
+        return self._bootstrap_now(now, _JOIN if again else _POLITE)
+
+    def _bootstrap_now(self, now: float, purpose: str = _JOIN) -> Effects:
         effects: Effects = []
         for contact in self._bootstrap:
             if contact.peer_id not in self.active and contact.peer_id not in (*self.pending, *self.banned):
-                effects += self._ask(contact, _JOIN, now)
+                effects += self._ask(contact, purpose, now)
         return effects + self._repair(now)
