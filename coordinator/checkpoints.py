@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from barnraise.coordinator.workers import Trained, checkpoint_folder
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -63,7 +64,7 @@ def save_checkpoint(run_folder: Path, record: Record, write: Callable[[Path], No
         if final.exists():  # no state.json inside, or we would not train it: not ours, not whole
             _remove(final)
         os.rename(temporary, final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             _remove(temporary)
@@ -88,7 +89,7 @@ def write_record(folder: Path, record: Record) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}; free some space there") from error
 
@@ -160,11 +161,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

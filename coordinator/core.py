@@ -116,11 +116,6 @@ class Core:
         """Sign with the run's key."""
         return sign(payload, self._identity)
 
-    @property
-    def queue_length(self) -> int:
-        """Writes that wait for the disk."""
-        return len(self._queue)
-
     async def record(
         self,
         events: Sequence[Event],

@@ -7,15 +7,9 @@ from pathlib import Path
 
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
-from barnraise.coordinator.ledger_log import entries_of
-from barnraise.protocol.envelope import sign
+from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.protocol.errors import RunFolderError
-from barnraise.protocol.identity import Identity, load_identity
-from barnraise.protocol.ledger import encode_entry
-from barnraise.protocol.ledger_file import write_ledger
-from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Signed, TreeHead
-from barnraise.protocol.runid import run_id
+from barnraise.protocol.identity import load_identity
 
 
 def export_run(folder: Path, target: Path) -> None:
@@ -35,19 +29,6 @@ def export_run(folder: Path, target: Path) -> None:
         )
     journal = Journal(path)
     try:
-        write_journal(journal, signed, spec.rollout.max_lag, identity, time.time_ns() // 1_000_000, target)
+        export_ledger(journal, signed, spec.rollout.max_lag, identity, time.time_ns() // 1_000_000, target)
     finally:
         journal.close()
-
-
-def write_journal(
-    journal: Journal, signed_spec: Signed, max_lag: int, identity: Identity, now_ms: int, target: Path
-) -> None:
-    """Write what is durable in ``journal`` as a ledger file. Blocking."""
-    heads = journal.tree_heads()  # first: the journal may grow meanwhile, a head must not cover more
-    log = MerkleLog()
-    entries = list(entries_of(journal.events(), max_lag))
-    for entry in entries:
-        log.append(encode_entry(entry))
-    newest = TreeHead(run_id=run_id(signed_spec), size=len(log), root=log.root(), issued_at=now_ms)
-    write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries)

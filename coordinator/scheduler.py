@@ -225,12 +225,3 @@ def expired(state: State, now_ms: int) -> list[Event]:
         elif lease.terms.timeout_at <= now_ms and not lease.timed_out:
             events.append(LeaseTimedOut(lease_id=lease_id, at_ms=now_ms))
     return events
-
-
-def next_expiry(state: State) -> int | None:
-    """When the next timeout or deadline falls, ms since the epoch; None without leases."""
-    times = (
-        lease.terms.deadline_at if lease.timed_out else min(lease.terms.timeout_at, lease.terms.deadline_at)
-        for lease in state.leases.values()
-    )
-    return min(times, default=None)

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.limits import bounded
 
@@ -176,11 +177,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -39,6 +39,7 @@ from barnraise.kernels.patch_format import (
     parse_record_head,
     plane_limit,
 )
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import StorageError
 
 MAX_CHAIN = 64
@@ -492,11 +493,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()

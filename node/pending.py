@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from barnraise.protocol import wire
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.messages import MAX_SUBMISSION, RolloutLease, RolloutSubmission, Signed
@@ -36,11 +37,7 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -93,11 +90,6 @@ class PendingWork:
         """The signed submission, or None if it is not pending."""
         entry = self._submissions.get(submission_id)
         return None if entry is None else entry[1]
-
-    def lease_of(self, submission_id: bytes) -> bytes | None:
-        """The lease that a pending submission answers."""
-        entry = self._submissions.get(submission_id)
-        return None if entry is None else entry[2]
 
     def add(self, signed: Signed, lease_id: bytes) -> bytes:
         """Keep a submission until ``drop``; returns its content id.

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import KeyFileError, MalformedError
 
 _MAX_KEY_FILE = 16 * 1024
@@ -202,11 +203,7 @@ def save_identity(identity: Identity, path: Path, overwrite: bool = False) -> No
                 _move_to_unused(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except FileExistsError:
         if not path.exists():  # what exists is a file where the folder should be
             raise KeyFileError(f"cannot write the key file {path}: {path.parent} is not a folder") from None

@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, StorageError
 from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, PatchEntry, Signed
@@ -305,12 +306,12 @@ def assemble(
                 ready[entry.path].rename(part / entry.path)
             else:
                 _write_file(manifest, entry, get, part / entry.path)
-        _sync_folder(part)
+        sync_folder(part)
         part.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise StorageError(
             f"cannot write version {manifest.version} to {folder} "
@@ -341,14 +342,6 @@ def _write_file(
             f"version {manifest.version}: {entry.path} does not have the SHA-256 that its manifest names, "
             "though every shard does: the version was published damaged"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_parts(folder: Path) -> None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.manifest import check_shard
 
@@ -320,11 +321,7 @@ def _write(path: Path, data: bytes, sync: bool) -> tuple[int, int]:
             temporary.unlink()
         raise
     if sync:
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path.parent)
     status = path.stat()
     return status.st_mtime_ns, status.st_size
 

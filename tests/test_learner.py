@@ -332,7 +332,7 @@ def test_a_full_disk_is_an_error_that_says_where_and_costs_no_version(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_sync_folder", full)
+        patch.setattr(checkpoints, "sync_folder", full)
         with pytest.raises(StorageError, match="No space left"):
             trainer.train(job)
     assert not list((tmp_path / "checkpoints").glob(".saving-*"))
