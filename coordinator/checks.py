@@ -9,6 +9,8 @@ In the order of their price; the first failure is the verdict:
 5. ``check_sampling``, ``check_end``: was each token the seeded draw?
 6. ``check_logprobs``: are the claimed log-probabilities those of the policy?
 
+(5 and 6 are ``barnraise.coordinator.draw_checks``.)
+
 The prompt needs no check of its own: the verifier derives it from the seed, and
 proofs made for another prompt fail 4. Rewards need none: only ours are used. Lease
 ownership, deadlines and replays are judged before a submission is stored
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -317,86 +319,3 @@ def check_toploc(
                     f"the proof does not fit this policy version and prompt: {check} {value:.4g} of "
                     f"{count} values, at most {threshold:.4g} allowed",
                 )
-
-
-# --- 5. and 6. statistics over a whole submission
-
-
-Floats = npt.NDArray[np.float32]
-
-
-def check_sampling(margins: Sequence[Floats], verify: VerifySpec) -> None:
-    """Margins per rollout and token (``barnraise.kernels.sampling.margins``), nats.
-
-    Raises:
-        CheckFailure: ``sampling-margin`` (one token) or ``sampling-mean`` (the submission).
-    """
-    for number, values in enumerate(margins):
-        at = int(values.argmax())  # of NaN the first, which then fails
-        if not values[at] <= verify.sampling_margin:
-            raise CheckFailure(
-                "sampling-margin",
-                verify.sampling_margin,
-                float(values[at]),
-                f"rollout {number} token {at}",
-                f"the token lies {values[at]:.4g} nats below the draw that its seed gives",
-            )
-    mean = _mean(margins)
-    if not mean <= verify.sampling_mean:
-        raise CheckFailure(
-            "sampling-mean",
-            verify.sampling_mean,
-            mean,
-            "all rollouts",
-            f"tokens lie {mean:.4g} nats below their seeded draws on average: another policy drew them",
-        )
-
-
-def check_end(completion: Completion, logprobs: Floats, number: int, verify: VerifySpec) -> None:
-    """A completion that ended by itself did so with some probability, by our log-probabilities.
-
-    Raises:
-        CheckFailure: ``eos-probability``.
-    """
-    probability = math.exp(min(float(logprobs[-1]), 0.0))
-    if completion.ended and not probability >= verify.eos_min_probability:
-        raise CheckFailure(
-            "eos-probability",
-            verify.eos_min_probability,
-            probability,
-            f"rollout {number} token {len(logprobs) - 1}",
-            f"the policy ends here with probability {probability:.3g} only",
-        )
-
-
-def check_logprobs(claimed: Sequence[Floats], ours: Sequence[Floats], verify: VerifySpec) -> None:
-    """Claimed log-probabilities against ours, per rollout and token, nats.
-
-    Raises:
-        CheckFailure: ``logprob-max`` (one token) or ``logprob-mean`` (the submission).
-    """
-    errors = [np.abs(a - b) for a, b in zip(claimed, ours, strict=True)]
-    for number, values in enumerate(errors):
-        at = int(values.argmax())
-        if not values[at] <= verify.logprob_max:
-            raise CheckFailure(
-                "logprob-max",
-                verify.logprob_max,
-                float(values[at]),
-                f"rollout {number} token {at}",
-                f"claimed log-probability {claimed[number][at]:.5g}, the policy's is {ours[number][at]:.5g}",
-            )
-    mean = _mean(errors)
-    if not mean <= verify.logprob_mean:
-        raise CheckFailure(
-            "logprob-mean",
-            verify.logprob_mean,
-            mean,
-            "all rollouts",
-            f"claimed log-probabilities are off by {mean:.4g} nats on average: another policy's",
-        )
-
-
-def _mean(parts: Sequence[npt.NDArray[Any]]) -> float:
-    count = sum(len(part) for part in parts)
-    return sum(float(part.sum(dtype=np.float64)) for part in parts) / max(count, 1)

@@ -25,7 +25,7 @@ import torch
 import trio
 from torch import Tensor
 
-from barnraise.coordinator import checks
+from barnraise.coordinator import checks, draw_checks
 from barnraise.coordinator.checks import CheckFailure, Completion
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
@@ -251,10 +251,10 @@ class Judge:
         try:
             if case.failure is not None:
                 raise case.failure
-            checks.check_sampling(case.margins, verify)
+            draw_checks.check_sampling(case.margins, verify)
             for number, completion in enumerate(case.completions):
-                checks.check_end(completion, case.logprobs[number], number, verify)
-            checks.check_logprobs(
+                draw_checks.check_end(completion, case.logprobs[number], number, verify)
+            draw_checks.check_logprobs(
                 [completion.logprobs for completion in case.completions], case.logprobs, verify
             )
         except CheckFailure as failure:
