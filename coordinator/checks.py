@@ -9,7 +9,7 @@ In the order of their price; the first failure is the verdict:
 5. ``check_sampling``, ``check_end``: was each token the seeded draw?
 6. ``check_logprobs``: are the claimed log-probabilities those of the policy?
 
-(5 and 6 are ``barnraise.coordinator.draw_checks``.)
+(3 and 4 are ``barnraise.coordinator.toploc_checks``, 5 and 6 ``barnraise.coordinator.draw_checks``.)
 
 The prompt needs no check of its own: the verifier derives it from the seed, and
 proofs made for another prompt fail 4. Rewards need none: only ours are used. Lease
@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +30,6 @@ from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
 from barnraise.protocol.spec import Dtype, RunSpec, VerifySpec
 from barnraise.protocol.wire import decode
-
-if TYPE_CHECKING:  # torch comes with it, and the command line wants only the defaults below
-    from barnraise.kernels.toploc import ChunkScore
 
 # A log-probability may exceed 0 by rounding alone.
 LOGPROB_CEILING = 1e-3
@@ -263,59 +259,3 @@ def read_rollout(rollout: Rollout, number: int, spec: RunSpec) -> Completion:
 def _first(faults: npt.NDArray[np.bool_]) -> int | None:
     """Index of the first true entry."""
     return int(faults.argmax()) if faults.any() else None
-
-
-# --- 3. and 4. TOPLOC
-
-
-def check_proofs(completion: Completion, number: int, hidden: int, verify: VerifySpec) -> None:
-    """Length and format of a rollout's proofs; ``hidden`` is the model's width.
-
-    Raises:
-        CheckFailure: ``proof-length`` or ``proof-format``.
-    """
-    from barnraise.kernels.toploc import ProofError, check_format, proof_length
-
-    tokens, size = len(completion.tokens), len(completion.proofs)
-    wanted = proof_length(tokens, hidden, verify.toploc_top_k, verify.toploc_chunk)
-    if size != wanted:
-        raise CheckFailure(
-            "proof-length",
-            wanted,
-            size,
-            f"rollout {number}",
-            f"{tokens} tokens need {wanted} bytes of proofs",
-        )
-    try:
-        check_format(completion.proofs, tokens, hidden, verify.toploc_top_k, verify.toploc_chunk)
-    except ProofError as error:
-        raise CheckFailure("proof-format", 0, 1, f"rollout {number}", str(error)) from None
-
-
-def check_toploc(
-    scores: Sequence[ChunkScore], points: Sequence[int], number: int, verify: VerifySpec
-) -> None:
-    """Scores of a rollout's chunks; ``points`` says how many values each proof covers.
-
-    A chunk with fewer values than ``toploc_top_k`` may have proportionally fewer
-    exponent mismatches, rounded up.
-
-    Raises:
-        CheckFailure: ``toploc-exponents``, ``toploc-mantissa-mean`` or ``toploc-mantissa-median``.
-    """
-    for chunk, (score, count) in enumerate(zip(scores, points, strict=True)):
-        allowed = math.ceil(verify.max_exponent_mismatches * count / verify.toploc_top_k)
-        for check, value, threshold in (
-            ("toploc-exponents", score.exponent_mismatches, allowed),
-            ("toploc-mantissa-mean", score.mantissa_mean, verify.max_mantissa_mean),
-            ("toploc-mantissa-median", score.mantissa_median, verify.max_mantissa_median),
-        ):
-            if not value <= threshold:
-                raise CheckFailure(
-                    check,
-                    threshold,
-                    value,
-                    f"rollout {number} chunk {chunk}",
-                    f"the proof does not fit this policy version and prompt: {check} {value:.4g} of "
-                    f"{count} values, at most {threshold:.4g} allowed",
-                )

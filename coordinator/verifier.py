@@ -25,7 +25,7 @@ import torch
 import trio
 from torch import Tensor
 
-from barnraise.coordinator import checks, draw_checks
+from barnraise.coordinator import checks, draw_checks, toploc_checks
 from barnraise.coordinator.checks import CheckFailure, Completion
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
@@ -174,7 +174,7 @@ class Judge:
         for case in cases:
             try:
                 for number, completion in enumerate(case.completions):
-                    checks.check_proofs(completion, number, policy.hidden_size, verify)
+                    toploc_checks.check_proofs(completion, number, policy.hidden_size, verify)
             except CheckFailure as failure:
                 case.failure = failure
         for part in _slices([case for case in cases if case.failure is None]):
@@ -205,7 +205,7 @@ class Judge:
             )
             try:
                 if case.failure is None:
-                    checks.check_toploc(values, points, number, verify)
+                    toploc_checks.check_toploc(values, points, number, verify)
             except CheckFailure as failure:
                 case.failure = failure
         kept = [i for i, (case, _) in enumerate(rows) if case.failure is None]

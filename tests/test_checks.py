@@ -13,7 +13,6 @@ from msgspec import structs
 
 from barnraise.coordinator import checks, draw_checks
 from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
-from barnraise.kernels.toploc import ChunkScore, proof_length
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
 from barnraise.protocol.spec import (
     EnvironmentSpec,
@@ -217,39 +216,6 @@ def test_no_bytes_make_reading_a_rollout_raise_anything_else(tokens: bytes, logp
 
 def _completion(tokens: int, proofs: bytes, ended: bool = True) -> Completion:
     return Completion(np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.float32), proofs, ended)
-
-
-def test_proofs_are_measured_before_they_are_computed_with() -> None:
-    size = proof_length(33, HIDDEN)
-    for proofs in (b"", bytes(size - 1), bytes(size + 258)):
-        verdict = _failure("proof-length", checks.check_proofs, _completion(33, proofs), 1, HIDDEN, VERIFY)
-        assert (verdict.threshold, verdict.value, verdict.position) == (size, len(proofs), "rollout 1")
-    verdict = _failure("proof-format", checks.check_proofs, _completion(33, bytes(size)), 1, HIDDEN, VERIFY)
-    assert "modulus 0" in verdict.message
-    good = b"\xff\xd9" + bytes(256) + b"\xff\xd9" + bytes(32)
-    checks.check_proofs(_completion(33, good), 1, HIDDEN, VERIFY)
-
-
-@pytest.mark.parametrize(
-    ("check", "score"),
-    [
-        ("toploc-exponents", ChunkScore(11, 0.0, 0.0)),
-        ("toploc-mantissa-mean", ChunkScore(10, 4.1, 3.0)),
-        ("toploc-mantissa-median", ChunkScore(10, 4.0, 4.0)),
-        ("toploc-mantissa-mean", ChunkScore(0, math.nan, 0.0)),
-    ],
-)
-def test_toploc_scores_over_a_threshold_are_named_with_their_chunk(check: str, score: ChunkScore) -> None:
-    fine = ChunkScore(10, 4.0, 3.0)
-    checks.check_toploc([fine, fine], [128, 128], 5, VERIFY)
-    verdict = _failure(check, checks.check_toploc, [fine, score], [128, 128], 5, VERIFY)
-    assert verdict.position == "rollout 5 chunk 1"
-
-
-def test_a_short_chunk_is_allowed_proportionally_fewer_mismatches() -> None:
-    checks.check_toploc([ChunkScore(2, 0.0, 0.0)], [16], 0, VERIFY)
-    verdict = _failure("toploc-exponents", checks.check_toploc, [ChunkScore(3, 0.0, 0.0)], [16], 0, VERIFY)
-    assert verdict.threshold == 2
 
 
 def _floats(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
