@@ -132,6 +132,30 @@ def load_policy(folder: Path, compute_dtype: str = "float32", device: str = "cpu
     return policy
 
 
+def build_model(config: Any, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
+    """A causal LM of ``config`` without weights from a file, in evaluation mode.
+
+    ``seed`` None leaves the weights unspecified (whoever asks fills them all);
+    otherwise they are drawn as transformers draws them, the same for a seed.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    if seed is None:
+        with no_init_weights():
+            model = _build(AutoModelForCausalLM, config, dtype)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _build(AutoModelForCausalLM, config, dtype)
+    model.tie_weights()  # type: ignore[operator]
+    model.eval()
+    return model
+
+
 def swap_weights(policy: Policy, path: Path) -> None:
     """Copy another version's weights into ``policy`` in place.
 
