@@ -55,6 +55,7 @@ class Flow:
     announced: bool = False  # its receiver has seen the beginning
     refused: bool = False
     moved: float = 0.0
+    told: int = 0  # bytes of it that its receiver was told of
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +190,9 @@ class FlowSim:
             return
         for flow in host.down_flows.values():
             if flow.rate > 0 and flow.announced and not flow.refused:
-                host.core.progress(flow.source.name, self.now)
+                self._advance(flow)
+                host.core.progress(flow.source.name, round(flow.moved) - flow.told, self.now)
+                flow.told = round(flow.moved)
         wake = host.core.wake_at
         if wake is not None and wake <= self.now:
             self.do(host, host.core.on_time(self.now))

@@ -21,7 +21,7 @@ from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.wire import printable
 
 _LOOK_S = 1.0
-_QUIET = frozenset({"starved", "timeout", "unasked", "flood", "lied"})  # ordinary on bad links
+_QUIET = frozenset({"starved", "timeout", "trickle", "unasked", "flood", "lied"})  # ordinary on bad links
 
 log = logging.getLogger("barnraise.node.overlay")
 

@@ -9,13 +9,45 @@ import math
 import random
 
 from barnraise.protocol.bitmaps import members, pick
+from barnraise.protocol.meter import Meter
 from barnraise.protocol.transfer_state import PeerState, TransferConfig, VersionState
 from barnraise.protocol.tree_effects import Drop, Effects, Report, Send, StopReceive
 from barnraise.protocol.tree_messages import MAX_INDICES, Cancel, Want
 
+_BEST_HALVES_S = 30.0  # how fast the best rate of the past is forgotten
+_LATE = 0.5  # of a fair share of the downlink: a sender that is faster is not what is slow
+_TRICKLE = 0.25  # of a fair share of what comes in
+_LOOK_AGAIN_S = 1.0
+
+
+class Downlink:
+    """What comes in, from everybody together: bytes per second now, and at best lately."""
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._best = 0.0
+        self._best_at = 0.0
+
+    def add(self, size: int, now: float) -> None:
+        """``size`` bytes of shards arrived."""
+        self._meter.add(size, now)
+        self._best, self._best_at = self.best(now), now
+
+    def rate(self, now: float) -> float:
+        """Bytes/s now."""
+        return self._meter.rate(now)
+
+    def best(self, now: float) -> float:
+        """Bytes/s that the downlink has shown to carry, forgotten by half in 30 s."""
+        return max(self.rate(now), self._best * math.exp2((self._best_at - now) / _BEST_HALVES_S))
+
 
 class Downloads:
-    """The standing orders, and the shards that will not come."""
+    """The standing orders, and the shards that will not come.
+
+    A sender is judged by what comes from it, compared with the others': where our own
+    downlink is what is slow, all of them are, and none is at fault.
+    """
 
     def __init__(
         self,
@@ -26,38 +58,97 @@ class Downloads:
     ) -> None:
         self._config, self._rng = config, rng
         self._peers, self._versions = peers, versions
+        self._downlink = Downlink()
         self._typical = 1.0  # seconds that a shard takes to come, a moving average
 
     def reconfigure(self, config: TransferConfig) -> None:
         """Take other settings."""
         self._config = config
 
-    def came(self, seconds: float) -> None:
-        """A shard took this long from its first byte to its last."""
-        self._typical = 0.9 * self._typical + 0.1 * seconds
+    def begins(self, peer: PeerState, version: int, index: int, now: float) -> None:
+        """A shard is on its way from ``peer``."""
+        peer.receiving, peer.begun_at, peer.spared_until = (version, index), now, now
+        peer.progress_at = peer.window_at = now
+        peer.got = peer.window_got = 0
+
+    def arrived(self, peer: PeerState, size: int, now: float) -> None:
+        """``size`` bytes of it are here."""
+        peer.progress_at = now
+        peer.got += size
+        peer.window_got += size
+        self._downlink.add(size, now)
+
+    def came(self, peer: PeerState, size: int, now: float) -> None:
+        """All of its ``size`` bytes are here."""
+        self.arrived(peer, max(0, size - peer.got), now)
+        peer.receiving = None
+        self._typical = 0.9 * self._typical + 0.1 * (now - peer.begun_at)
 
     def starves_after(self, state: VersionState) -> float:
         """Seconds without a shard until a version counts as starved, longer each time."""
         return self._config.starved_after * 2.0 ** min(state.starved, 4)
 
-    def late_at(self, peer: PeerState) -> float:
-        """When the shard on its way from ``peer`` is late: not asked elsewhere, and everything else is."""
+    def judged_at(self, peer: PeerState) -> float:
+        """When the shard on its way from ``peer`` is due to be looked at."""
+        if peer.receiving is None:
+            return math.inf
+        timeout = self._config.progress_timeout
+        return min(peer.progress_at + timeout, peer.window_at + timeout, self._late_at(peer))
+
+    def judge(self, name: str, peer: PeerState, now: float) -> str:
+        """Why ``name``'s shard is to come from elsewhere: timeout, trickle, late; or ``""``.
+
+        Trickling is what brings less than ``floor`` in the time without progress that is
+        allowed, and much less than the others at the same moment. Late is, at the end
+        when nothing else is to be asked for, what takes far longer than usual and uses
+        less than half of its share of the downlink.
+        """
+        if peer.receiving is None:
+            return ""
+        timeout = self._config.progress_timeout
+        if peer.progress_at + timeout <= now:
+            return "timeout"
+        if peer.window_at + timeout <= now:
+            rate = peer.window_got / (now - peer.window_at)
+            peer.window_at, peer.window_got = now, 0
+            if rate < self._least(now):
+                return "trickle"
+        if self._late_at(peer) <= now:
+            if peer.got / (now - peer.begun_at) < _LATE * self._downlink.best(now) / self._senders():
+                return "late"
+            peer.spared_until = now + _LOOK_AGAIN_S
+        return ""
+
+    def _late_at(self, peer: PeerState) -> float:
         if peer.receiving is None:
             return math.inf
         version, index = peer.receiving
         state = self._versions[version]
         if state.missing or state.counts.count(index) < 2:
             return math.inf
-        return peer.begun_at + max(2.0, 4 * self._typical) * 2.0**state.overtaken
+        late = peer.begun_at + max(2.0, 4 * self._typical) * 2.0**state.overtaken
+        return max(late, peer.spared_until)
 
-    def overtake(self, name: str, peer: PeerState, now: float) -> Effects:
-        """At the end, ask others for what a slow neighbour is still sending; each time later than before."""
-        if self.late_at(peer) > now or peer.receiving is None:
+    def _least(self, now: float) -> float:
+        """Bytes/s that a sender has to bring now."""
+        rate, floor = self._downlink.rate(now), self._config.floor
+        return floor if rate < floor else min(floor, _TRICKLE * rate / self._senders())
+
+    def _senders(self) -> int:
+        return max(1, sum(peer.receiving is not None for peer in self._peers.values()))
+
+    def give_up(self, name: str, peer: PeerState, why: str, now: float) -> Effects:
+        """Ask others for what ``name`` is sending; a strike, unless it is only late: each time later then."""
+        if peer.receiving is None:
             return []
         version, index = peer.receiving
-        self._versions[version].overtaken += 1
-        peer.muted_until = max(peer.muted_until, now + self._config.progress_timeout)
-        return [*self.stop(name, peer), *self.release(name, version, index, now)]
+        effects: Effects = []
+        if why == "late":
+            self._versions[version].overtaken += 1
+            peer.muted_until = max(peer.muted_until, now + self._config.progress_timeout)
+        else:
+            effects += self.strike(name, peer, why, version, index, now)
+        return [*effects, *self.stop(name, peer), *self.release(name, version, index, now)]
 
     def on_holds(
         self, name: str, peer: PeerState, version: int, state: VersionState, mask: int, now: float

@@ -6,7 +6,6 @@ dialled at once there are two, each read by the other side and ended together.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,37 +14,16 @@ import trio
 
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.messages import Message
+from barnraise.protocol.meter import Meter
 from barnraise.protocol.network import Stream
 from barnraise.protocol.wire import frame
 
 MAX_OUTBOX_BYTES = 16 * 1024 * 1024
 WRITE_S = 30.0
 _AT_ONCE = 64 * 1024
-_HALF_LIFE_S = 3.0
 _MESSAGES_PER_S = 2000.0
 _BURST = 4000.0
 _RESET_S = 2.0
-
-
-class Meter:
-    """Bytes so far, and per second lately. Times are seconds of a monotonic clock."""
-
-    __slots__ = ("_at", "_rate", "total")
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._rate = 0.0
-        self._at = 0.0
-
-    def add(self, size: int, now: float) -> None:
-        """``size`` bytes moved."""
-        self._rate = self.rate(now) + size / _HALF_LIFE_S
-        self._at = now
-        self.total += size
-
-    def rate(self, now: float) -> float:
-        """Bytes per second, a moving average that forgets within seconds."""
-        return self._rate * math.exp((self._at - now) / _HALF_LIFE_S)
 
 
 class Link:

@@ -164,9 +164,9 @@ class ShardTraffic:
         def moved(more: int) -> None:
             now = trio.current_time()
             link.received.add(more, now)
-            owner.core.progress(peer, now)
             receiving = self._receiving.get(peer)
-            if receiving is not None and receiving.taken:
+            if receiving is not None and receiving.taken:  # what is read and forgotten is no progress
+                owner.core.progress(peer, more, now)
                 watch = owner.lists.watches.get(receiving.number)
                 if watch is not None:
                     watch.heard_at = now

@@ -10,9 +10,9 @@ each neighbour one shard at a time and fills a few slots (two on a home link), s
 a shard is soon whole and can be passed on.
 
 Nothing is believed: no announcement is proof of anything, an order binds nobody. A
-shard without progress for 5 s is cancelled and asked for elsewhere, a strike for its
-sender; one that fails its hash bans its sender. A bitmap that lies costs a request at
-most, since every holder of a missing shard has an order.
+shard without progress for 5 s, or that only trickles, is cancelled and asked for
+elsewhere, a strike for its sender; one that fails its hash bans its sender. A bitmap
+that lies costs a request at most, since every holder of a missing shard has an order.
 
 A state machine without sockets, clock, disk or randomness of its own: events in
 (methods), effects out. Sizes are bytes, times seconds of a monotonic clock.
@@ -67,11 +67,10 @@ class Transfer:
     @property
     def wake_at(self) -> float | None:
         """When ``on_time`` is due next, or None."""
-        config = self.config
         times = []
         for peer in self._peers.values():
             if peer.receiving is not None:
-                times.append(min(peer.progress_at + config.progress_timeout, self._downloads.late_at(peer)))
+                times.append(self._downloads.judged_at(peer))
             if peer.muted_until > self._checked_at:
                 times.append(peer.muted_until)
         for state in self._versions.values():
@@ -227,7 +226,7 @@ class Transfer:
             return [*refusal, *self._downloads.order(name, peer, version, state, now)]
         state.incoming |= bit
         state.on_way[index] = name
-        peer.receiving, peer.progress_at, peer.begun_at = (version, index), now, now
+        self._downloads.begins(peer, version, index, now)
         if not peer.holds.get(version, 0) & bit:
             state.counts.add(bit)
             peer.holds[version] = peer.holds.get(version, 0) | bit
@@ -237,18 +236,17 @@ class Transfer:
                 effects += self._downloads.order(other, link, version, state, now)
         return effects
 
-    def progress(self, name: str, now: float) -> None:
-        """Some bytes of the shard on its way from ``name`` arrived."""
+    def progress(self, name: str, size: int, now: float) -> None:
+        """``size`` bytes of the shard on its way from ``name`` arrived."""
         peer = self._peers.get(name)
-        if peer is not None:
-            peer.progress_at = now
+        if peer is not None and peer.receiving is not None and size:
+            self._downloads.arrived(peer, size, now)
 
     def received(self, name: str, version: int, index: int, now: float) -> Effects:
         """The last byte of a shard arrived; its hash is being checked. ``name`` may send the next one."""
         peer = self._peers.get(name)
         if peer is not None and peer.receiving == (version, index):
-            peer.receiving = None
-            self._downloads.came(now - peer.begun_at)
+            self._downloads.came(peer, self._versions[version].sizes[index], now)
         return []
 
     def verified(self, name: str | None, version: int, index: int, now: float) -> Effects:
@@ -371,13 +369,11 @@ class Transfer:
                 peer.muted_until = 0.0
                 for version, state in self._versions.items():
                     effects += self._downloads.order(name, peer, version, state, now)
-            if peer.receiving is not None and peer.progress_at + self.config.progress_timeout <= now:
-                version, index = peer.receiving
-                self.stats.timeouts += 1
-                effects += self._downloads.strike(name, peer, "timeout", version, index, now)
-                effects += self._downloads.stop(name, peer)
-                effects += self._downloads.release(name, version, index, now)
-            effects += self._downloads.overtake(name, peer, now)
+            why = self._downloads.judge(name, peer, now)
+            if why:
+                self.stats.timeouts += why == "timeout"
+                self.stats.trickles += why == "trickle"
+                effects += self._downloads.give_up(name, peer, why, now)
         for version, state in self._versions.items():
             waited = now - state.progress_at
             if state.wanted and not state.complete and waited >= self._downloads.starves_after(state):

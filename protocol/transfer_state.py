@@ -20,7 +20,8 @@ class TransferConfig(Struct, frozen=True):
     in one standing order. ``copies``: the origin's limit on what it uploads of a
     version, in copies of it (None: no limit); beyond it only shards go out that no
     neighbour holds or that a starved node orders. ``slow_fraction``: of its fair share;
-    below it, three times in a row, an eager child is demoted.
+    below it, three times in a row, an eager child is demoted. ``floor``: bytes/s below
+    which a sender counts as trickling (half of the smallest cap that a node may have).
     """
 
     slots: int = 2
@@ -34,6 +35,7 @@ class TransferConfig(Struct, frozen=True):
     mute: float = 60.0
     versions: int = 4
     slow_fraction: float = 0.25
+    floor: float = 16e3
 
 
 class Stats(Struct):
@@ -45,6 +47,7 @@ class Stats(Struct):
     received: int = 0
     duplicates: int = 0
     timeouts: int = 0
+    trickles: int = 0
     corrupt: int = 0
 
 
@@ -115,6 +118,7 @@ class PeerState:
         "busy_told",
         "eager",
         "given",
+        "got",
         "held_up_at",
         "holds",
         "just_sent",
@@ -126,9 +130,12 @@ class PeerState:
         "sending",
         "sent_at",
         "slow",
+        "spared_until",
         "started_at",
         "strikes",
         "told",
+        "window_at",
+        "window_got",
     )
 
     def __init__(self, muted_until: float) -> None:
@@ -141,6 +148,10 @@ class PeerState:
         self.receiving: tuple[int, int] | None = None
         self.begun_at = 0.0
         self.progress_at = 0.0
+        self.got = 0  # bytes of the shard on its way
+        self.window_at = 0.0  # its rate is judged from here on
+        self.window_got = 0
+        self.spared_until = 0.0  # late, but through no fault of its sender
         self.given: dict[int, int] = {}  # bytes sent to it, by version
         self.sending: tuple[int, int] | None = None
         self.just_sent: dict[int, int] = {}  # without a pause since the first of them

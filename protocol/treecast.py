@@ -130,9 +130,9 @@ class Treecast:
         """See ``Transfer.incoming``."""
         return self._settle(self.transfer.incoming(peer, version, index, now), now)
 
-    def progress(self, peer: str, now: float) -> None:
+    def progress(self, peer: str, size: int, now: float) -> None:
         """See ``Transfer.progress``."""
-        self.transfer.progress(peer, now)
+        self.transfer.progress(peer, size, now)
 
     def received(self, peer: str, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.received``."""
