@@ -8,15 +8,13 @@ peer exhaust memory, take the process down, or hold every inbound slot.
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
-import psutil
 import trio
 from libp2p import new_swarm
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -24,18 +22,13 @@ from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify_push.identify_push import ID_PUSH
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.io.trio import TrioTCPStream
 from libp2p.network.config import ConnectionConfig
-from libp2p.network.connection import swarm_connection
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.exceptions import MuxedStreamEOF
-from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
@@ -43,17 +36,19 @@ from multiaddr import Multiaddr
 from barnraise.protocol.addresses import parse_address
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.network import Handler
+from barnraise.protocol.libp2p_listen import MAX_ADDRESSES, dialable, listen_on
+from barnraise.protocol.libp2p_log import quiet_libp2p
+from barnraise.protocol.libp2p_stream import CountedStream, Libp2pStream, OnlyGuardedYamux
+from barnraise.protocol.network import Handler, Way
 from barnraise.protocol.yamux import GuardedStream, GuardedYamux
 
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
+DIAL_BACK_S = 5.0
 HANDSHAKE_TIMEOUT_S = 5.0  # inbound: from the first byte to a multiplexed connection
 OPEN_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 900.0  # dead connections are noticed much earlier, by pings
 NEGOTIATION_TIMEOUT_S = 5
-PIECE = 256 * 1024
 MAX_CONNECTIONS = 2048
 MAX_HALF_OPEN = 256
 MAX_HALF_OPEN_PER_ADDRESS = 32
@@ -61,59 +56,6 @@ MAX_PER_ADDRESS = 256
 MAX_CONNECTIONS_PER_PEER = 4
 MAX_HANDLERS_PER_CONNECTION = 128
 MAX_KNOWN_PEERS = 4096
-MAX_ADDRESSES = 16
-
-
-class Libp2pStream:
-    """A stream to an authenticated peer; see ``barnraise.protocol.network.Stream``."""
-
-    def __init__(self, stream: GuardedStream) -> None:
-        self._stream = stream
-        self._peer_id = str(stream.conn.peer_id)
-
-    @property
-    def peer_id(self) -> str:
-        """The peer's id, proven by the Noise handshake."""
-        return self._peer_id
-
-    async def read(self, limit: int) -> bytes:
-        """1 to ``limit`` bytes, or ``b""`` at the end. Cancelling loses nothing.
-
-        Raises:
-            PeerError: reset, connection lost, or nothing came for 15 minutes.
-        """
-        with trio.move_on_after(READ_TIMEOUT_S):
-            try:
-                return await self._stream.read(limit)
-            except MuxedStreamEOF:
-                return b""
-            except Exception as error:
-                raise PeerError(f"lost the stream to {self._peer_id}: {error}") from error
-        raise PeerError(f"{self._peer_id} sent nothing for {READ_TIMEOUT_S:.0f} s")
-
-    async def write(self, data: bytes) -> None:
-        """Send all of ``data``. A cancelled write resets the stream: half a message is no message.
-
-        Raises:
-            PeerError: reset, connection lost, or the peer read nothing for 30 s.
-        """
-        try:
-            await self._stream.write(data)
-        except Exception as error:
-            self._stream.abort("writing failed")
-            raise PeerError(f"lost the stream to {self._peer_id}: {error}") from error
-        except BaseException:
-            self._stream.abort("writing was cancelled")
-            raise
-        await trio.lowlevel.checkpoint()
-
-    async def close(self) -> None:
-        """Close our side; never raises but on cancellation."""
-        await self._stream.close()
-
-    async def reset(self) -> None:
-        """Abandon the stream; never raises but on cancellation."""
-        await self._stream.reset()
 
 
 class Libp2pNetwork:
@@ -146,7 +88,7 @@ class Libp2pNetwork:
         self._swarm._resource_manager = None
         self._swarm._stream_semaphore = None
         self._swarm.auto_connector.maybe_connect = _nothing  # nobody is dialled unasked
-        self._swarm.upgrader.muxer_multistream = _OnlyGuardedYamux()
+        self._swarm.upgrader.muxer_multistream = OnlyGuardedYamux(int(HANDSHAKE_TIMEOUT_S))
         self._host: Any = BasicHost(network=self._swarm, disable_identify_address_discovery=True)
         self._host.multiselect.remove_handler(ID_PUSH)  # it fills the peer store with what anybody says
         for notifee in tuple(self._swarm.notifees):  # they would ask every peer to identify itself
@@ -241,6 +183,54 @@ class Libp2pNetwork:
         """Whether a connection to ``peer_id`` is open now."""
         return self._connection(peer_id) is not None
 
+    def way(self, peer_id: str) -> Way | None:
+        """How the connection to ``peer_id`` goes; None: there is none now."""
+        connection = self._connection(peer_id)
+        return None if connection is None else connection.way
+
+    def observed(self, peer_id: str) -> str:
+        """Where a connection to ``peer_id`` comes from or goes to, as a multiaddr; ``""`` if unknown."""
+        place = self._place(peer_id)
+        if place is None:
+            return ""
+        ip, port = place
+        return f"/ip{ip.version}/{ip}/tcp/{port}"
+
+    async def dial_back(self, peer_id: str, port: int) -> str:
+        """Dial a connected peer anew, where it is observed and at this port; hang up; return the address.
+
+        The new connection proves the peer's key and is never used for anything.
+
+        Raises:
+            PeerError: not connected, or nobody or somebody else answers there.
+        """
+        place = self._place(peer_id)
+        if place is None:
+            raise PeerError(f"it is not known where {peer_id} is")
+        ip = place[0]
+        address = f"/ip{ip.version}/{ip}/tcp/{port}/p2p/{peer_id}"
+        tcp: trio.SocketStream | None = None
+        try:
+            with trio.fail_after(DIAL_BACK_S):
+                tcp = await trio.open_tcp_stream(str(ip), port)
+                raw = RawConnection(CountedStream(tcp, self), True)
+                await self._swarm.upgrader.upgrade_security(raw, True, ID.from_string(peer_id))
+        except trio.TooSlowError as error:
+            raise PeerError(f"{address} did not answer within {DIAL_BACK_S:.0f} s") from error
+        except Exception as error:
+            raise PeerError(f"cannot connect to {address}: {_reason(error)}") from error
+        finally:
+            await _drop(tcp)
+        return address
+
+    def _place(self, peer_id: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
+        for muxed in self._connections(peer_id):
+            if muxed.remote is not None:
+                ip = ipaddress.ip_address(muxed.remote[0].partition("%")[0])
+                mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+                return mapped or ip, muxed.remote[1]
+        return None
+
     async def _open_on(self, connection: GuardedYamux, peer_id: str, protocol: str) -> Libp2pStream:
         stream: GuardedStream | None = None
         try:
@@ -261,16 +251,21 @@ class Libp2pNetwork:
                 stream.abort("opening was cancelled")
             raise
 
-    def _connection(self, peer_id: str) -> GuardedYamux | None:
+    def _connections(self, peer_id: str) -> list[GuardedYamux]:
+        """The open ones, the newest first, those through a relay last."""
         try:
             connections = self._swarm.connections.get(ID.from_string(peer_id), ())
         except ValueError:
-            return None
+            return []
+        found = []
         for connection in reversed(connections):
             muxed = connection.muxed_conn
             if isinstance(muxed, GuardedYamux) and muxed.is_established and not connection.is_closed:
-                return muxed
-        return None
+                found.append(muxed)
+        return sorted(found, key=lambda muxed: muxed.way == "relayed")
+
+    def _connection(self, peer_id: str) -> GuardedYamux | None:
+        return next(iter(self._connections(peer_id)), None)
 
     async def _redial(self, peer_id: str) -> None:
         last: PeerError | None = None
@@ -299,7 +294,7 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 tcp = await trio.open_tcp_stream(host, port)
-                raw = RawConnection(_CountedStream(tcp, self), True)
+                raw = RawConnection(CountedStream(tcp, self), True)
                 await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
         except trio.TooSlowError as error:
             await _drop(tcp)
@@ -330,7 +325,7 @@ class Libp2pNetwork:
         try:
             self._half_open[place] += 1
             try:
-                raw = RawConnection(_CountedStream(tcp, self), False)
+                raw = RawConnection(CountedStream(tcp, self), False)
                 with trio.fail_after(HANDSHAKE_TIMEOUT_S):
                     connection = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr("/tcp/0"))
             finally:
@@ -374,14 +369,14 @@ async def open_libp2p(
     Raises:
         PeerError: an address is malformed, not ours, or its port is in use.
     """
-    _quiet_libp2p()
+    quiet_libp2p()
     network = Libp2pNetwork(identity)
     listeners: list[trio.SocketListener] = []
     failure: Exception | None = None
     try:
         for address in listen:
-            listeners += await _listen(address)
-        network._addresses = tuple(_dialable(listeners, identity.peer_id))
+            listeners += await listen_on(address)
+        network._addresses = tuple(dialable(listeners, identity.peer_id))
         own = [Multiaddr(address) for address in network._addresses]
         network._host._addrs_factory = lambda _: own  # what identify tells others
         async with background_trio_service(network._swarm), trio.open_nursery() as nursery:
@@ -408,82 +403,6 @@ async def _nothing() -> None:
     pass
 
 
-class _CountedStream(TrioTCPStream):
-    def __init__(self, stream: trio.SocketStream, network: Libp2pNetwork) -> None:
-        super().__init__(stream)
-        self._network = network
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self.stream.send_all(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise ConnectionClosedError(f"the connection was lost: {error}", transport="tcp") from error
-        self._network.bytes_out += len(data)
-
-    async def read(self, n: int | None = None) -> bytes:
-        data = bytes(await super().read(n))
-        self._network.bytes_in += len(data)
-        return data
-
-
-class _OnlyGuardedYamux(MuxerMultistream):
-    """Negotiates yamux alone; the base class makes its own ``Yamux`` whatever class it was given."""
-
-    def __init__(self) -> None:
-        super().__init__({TProtocol(YAMUX): GuardedYamux}, int(HANDSHAKE_TIMEOUT_S))
-
-    async def new_conn(self, conn: Any, peer_id: Any) -> GuardedYamux:
-        await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return GuardedYamux(conn, peer_id, is_initiator=conn.is_initiator)
-
-
-async def _listen(address: str) -> list[trio.SocketListener]:
-    parts = address.strip("/").split("/")
-    if len(parts) != 4 or parts[0] not in ("ip4", "ip6") or parts[2] != "tcp" or not parts[3].isdigit():
-        raise PeerError(f"cannot listen on {address!r}; write it like /ip4/0.0.0.0/tcp/4600")
-    host, port = parts[1], int(parts[3])
-    try:
-        # Not libp2p's listener: its SO_REUSEPORT lets a second host share the port unnoticed.
-        return list(await trio.open_tcp_listeners(port, host=host))
-    except OSError as error:
-        code = error.errno
-        if code is None and isinstance(error.__cause__, OSError):
-            code = error.__cause__.errno
-        if code == errno.EADDRINUSE:
-            raise PeerError(
-                f"port {port} is in use on {host}: stop the program that holds it, "
-                "or choose another port (0 takes any free one)"
-            ) from error
-        if code == errno.EACCES:
-            raise PeerError(f"port {port} needs privileges: choose one above 1023") from error
-        raise PeerError(f"cannot listen on {address}: {error}") from error
-    except (ValueError, OverflowError) as error:
-        raise PeerError(f"cannot listen on {address}: {error}") from error
-
-
-def _dialable(listeners: Sequence[trio.SocketListener], peer_id: str) -> list[str]:
-    found: list[str] = []
-    for listener in listeners:
-        host, port = listener.socket.getsockname()[:2]
-        ip = ipaddress.ip_address(host)
-        places = _interfaces(ip.version) if ip.is_unspecified else [host]
-        found += [f"/ip{ip.version}/{place}/tcp/{port}/p2p/{peer_id}" for place in places]
-    return list(dict.fromkeys(found))[:MAX_ADDRESSES]
-
-
-def _interfaces(version: int) -> list[str]:
-    """This machine's addresses, loopback first; link-local ones cannot be dialled from elsewhere."""
-    places = ["127.0.0.1" if version == 4 else "::1"]
-    with suppress(OSError):
-        for addresses in psutil.net_if_addrs().values():
-            for entry in addresses:
-                with suppress(ValueError):
-                    ip = ipaddress.ip_address(entry.address.partition("%")[0])
-                    if ip.version == version and not ip.is_loopback and not ip.is_link_local:
-                        places.append(str(ip))
-    return places
-
-
 async def _drop(tcp: trio.SocketStream | None) -> None:
     if tcp is not None:
         await trio.aclose_forcefully(tcp)
@@ -507,24 +426,3 @@ def _reason(error: BaseException) -> str:
         text = str(seen) or text
         seen = seen.__cause__
     return text
-
-
-class _ToFiles(logging.Handler):
-    """Passes records on to the log files of the program, never to its terminal."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for name in (None, "barnraise"):
-            for handler in logging.getLogger(name).handlers:
-                if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
-                    handler.handle(record)
-
-
-def _quiet_libp2p() -> None:
-    for name in ("libp2p", "async_service", "multiaddr"):
-        logger = logging.getLogger(name)
-        logger.propagate = False
-        logger.setLevel(logging.WARNING)
-        if not any(isinstance(handler, _ToFiles) for handler in logger.handlers):
-            logger.addHandler(_ToFiles())
-    # This module calls logging.debug(), which gives the root logger a handler on stderr unasked.
-    cast(Any, swarm_connection).logging = logging.getLogger("libp2p.network.connection")

@@ -1,10 +1,10 @@
 """A swarm inside one process: the libp2p network's twin for tests and simulation.
 
 Bytes cost what a link says they cost: latency in seconds, bandwidth in bytes per
-second, in virtual time when trio's autojump clock runs. Links can be cut and
-mended, hosts can crash. Errors are those of the real network (``PeerError``), after
-the same waits. There is no task per stream and no randomness here: given the same
-scheduling, a run repeats exactly.
+second, in virtual time when trio's autojump clock runs. Links can be cut and mended,
+hosts can crash, or be behind a router that lets nobody in. Errors are those of the
+real network (``PeerError``), after the same waits. There is no task per stream and no
+randomness here: given the same scheduling, a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 from barnraise.protocol.errors import MalformedError, PeerError
-from barnraise.protocol.network import Handler
+from barnraise.protocol.network import Handler, Way
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,11 @@ class MemoryStream:
 
 
 class MemoryNetwork:
-    """A host in a ``MemorySwarm``; satisfies ``barnraise.protocol.network.Network``."""
+    """A host in a ``MemorySwarm``; satisfies ``barnraise.protocol.network.Network``.
+
+    Attributes:
+        dialable: false for a host behind a router with NAT: it only dials out. May be changed.
+    """
 
     def __init__(self, swarm: MemorySwarm, peer_id: str, nursery: trio.Nursery, number: int) -> None:
         self._swarm = swarm
@@ -191,7 +195,9 @@ class MemoryNetwork:
         self._handlers: dict[str, Handler] = {}
         self._connections: dict[str, _Connection] = {}
         self._known: set[str] = set()
+        self._number = number
         self._address = f"/memory/{number}/p2p/{peer_id}"
+        self.dialable = True
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -246,6 +252,30 @@ class MemoryNetwork:
         self._swarm._expire(connection)
         return not connection.broken
 
+    def way(self, peer_id: str) -> Way | None:
+        """``"direct"`` while connected."""
+        return "direct" if self.connected(peer_id) else None
+
+    def observed(self, peer_id: str) -> str:
+        """The address of a connected peer, without its id."""
+        host = self._swarm._hosts.get(peer_id) if self.connected(peer_id) else None
+        return "" if host is None else f"/memory/{host._number}"
+
+    async def dial_back(self, peer_id: str, port: int) -> str:
+        """The peer's address if it can be dialled (``port`` is its number); else ``PeerError``."""
+        target = self._swarm._hosts.get(peer_id) if self.connected(peer_id) else None
+        if target is None or port != target._number:
+            raise PeerError(f"nobody answers at port {port}")
+        await self._knock(target, target._address)
+        return target._address
+
+    async def _knock(self, target: MemoryNetwork, address: str) -> None:
+        """Wait in vain at a host that cannot be dialled."""
+        if not target.dialable:
+            await trio.sleep(DIAL_TIMEOUT_S)
+            raise PeerError(f"{address} did not answer within {DIAL_TIMEOUT_S:.0f} s")
+        await trio.lowlevel.checkpoint()
+
     async def _dial(self, peer_id: str, target: MemoryNetwork | None, address: str) -> None:
         if self._swarm._hosts.get(self._peer_id) is not self:
             raise PeerError("this host has crashed")
@@ -257,6 +287,7 @@ class MemoryNetwork:
         if target is None:
             await trio.sleep(self._swarm._link(self._peer_id, peer_id).latency_s * 2)
             raise PeerError(f"nobody answers at {address}")
+        await self._knock(target, address)
         connection = _Connection(frozenset((self._peer_id, peer_id)))
         await self._round_trip(connection, peer_id)
         if self._swarm._hosts.get(peer_id) is not target:
@@ -317,10 +348,17 @@ class MemorySwarm:
 
     @asynccontextmanager
     async def network(
-        self, peer_id: str, *, latency_s: float | None = None, bandwidth: float | None = None
+        self,
+        peer_id: str,
+        *,
+        latency_s: float | None = None,
+        bandwidth: float | None = None,
+        dialable: bool = True,
     ) -> AsyncIterator[MemoryNetwork]:
         """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line.
 
+        One that is not ``dialable`` announces its address as any other, as a program behind
+        a home router does, and whoever dials it waits in vain.
         A link's latency is the larger of its two ends', its bandwidth the smaller.
         """
         if peer_id in self._hosts:
@@ -331,6 +369,7 @@ class MemorySwarm:
         async with trio.open_nursery() as nursery:
             handlers: trio.Nursery = await nursery.start(_hold_open)
             host = MemoryNetwork(self, peer_id, handlers, self._count)
+            host.dialable = dialable
             self._hosts[peer_id] = host
             try:
                 yield host

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Literal, Protocol
+
+Way = Literal["direct", "hole-punched", "relayed"]
+"""How a connection goes: TCP from end to end, TCP opened from both sides at once, or through a relay."""
 
 
 class Stream(Protocol):
@@ -86,6 +89,24 @@ class Network(Protocol):
 
     def connected(self, peer_id: str) -> bool:
         """Whether a connection to ``peer_id`` is open now."""
+
+    def way(self, peer_id: str) -> Way | None:
+        """How the connection to ``peer_id`` goes; None: there is none now."""
+
+    def observed(self, peer_id: str) -> str:
+        """Where the connection to ``peer_id`` leads, as ``/ip4/HOST/tcp/PORT``; ``""`` if unknown.
+
+        Behind a router with NAT that is the router's address, as seen here.
+        """
+
+    async def dial_back(self, peer_id: str, port: int) -> str:
+        """Dial a connected peer anew, at the host it is observed at and this port, and hang up.
+
+        Returns the full address that answered and proved to be ``peer_id``.
+
+        Raises:
+            PeerError: it is not connected, or nobody or somebody else answers there.
+        """
 
 
 NetworkContext = AbstractAsyncContextManager[Network]

@@ -17,7 +17,7 @@ import trio
 
 from barnraise.protocol.bandwidth import Bucket, Pacer
 from barnraise.protocol.messages import SHARD_PROTOCOL
-from barnraise.protocol.network import Handler, Network, Stream
+from barnraise.protocol.network import Handler, Network, Stream, Way
 from barnraise.protocol.tree_messages import BULK_PROTOCOL
 
 BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
@@ -150,6 +150,18 @@ class PacedNetwork:
     def connected(self, peer_id: str) -> bool:
         """Whether a connection to ``peer_id`` is open."""
         return self._network.connected(peer_id)
+
+    def way(self, peer_id: str) -> Way | None:
+        """How the connection to ``peer_id`` goes."""
+        return self._network.way(peer_id)
+
+    def observed(self, peer_id: str) -> str:
+        """Where the connection to ``peer_id`` comes from or goes to."""
+        return self._network.observed(peer_id)
+
+    async def dial_back(self, peer_id: str, port: int) -> str:
+        """Dial a connected peer anew at this port, and hang up."""
+        return await self._network.dial_back(peer_id, port)
 
     def _paced(self, stream: Stream, protocol: str) -> PacedStream:
         return PacedStream(

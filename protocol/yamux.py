@@ -29,6 +29,8 @@ import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.yamux import yamux as base
 
+from barnraise.protocol.network import Way
+
 log = logging.getLogger(__name__)
 
 INITIAL_WINDOW = 256 * 1024  # fixed by the specification
@@ -192,6 +194,8 @@ class GuardedYamux(base.Yamux):
             MAX_INBOUND_STREAMS
         )
         self.handlers = 0  # inbound streams being served, counted by the host's guard
+        self.remote: tuple[str, int] | None = None  # the other end's IP address and port, if it has one
+        self.way: Way = "direct"
         self._control: deque[bytes] = deque()
         self._control_wakeup = trio.Event()
         self._stray = 0  # bytes that may still arrive for streams that we forgot

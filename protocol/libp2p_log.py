@@ -1,0 +1,30 @@
+"""libp2p's log: into the program's files, never onto its terminal."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+from libp2p.network.connection import swarm_connection
+
+
+class _ToFiles(logging.Handler):
+    """Passes records on to the log files of the program, never to its terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for name in (None, "barnraise"):
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
+                    handler.handle(record)
+
+
+def quiet_libp2p() -> None:
+    """Keep libp2p's records out of the terminal; the program's log files get them."""
+    for name in ("libp2p", "async_service", "multiaddr"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        if not any(isinstance(handler, _ToFiles) for handler in logger.handlers):
+            logger.addHandler(_ToFiles())
+    # This module calls logging.debug(), which gives the root logger a handler on stderr unasked.
+    cast(Any, swarm_connection).logging = logging.getLogger("libp2p.network.connection")
