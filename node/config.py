@@ -9,6 +9,7 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         node.log                      everything that is printed, errors included (R24)
         control.sock                  the state tree, and commands
         traffic.json                  bytes up and down by month (the quota)
+        limits.json                   caps and quota set while the node ran (barnraise limits set)
         known.json                    which key each coordinator address served, which runs were approved
         store/                        shards by content
         runs/<run id>/versions/       assembled policy versions
@@ -49,8 +50,9 @@ class NodeConfig:
         listen: multiaddrs to listen on for peers that fetch shards.
         threads: threads for the engine.
         disk_bytes: most disk to use for shards, bytes.
-        up_bytes_s, down_bytes_s: caps on everything sent and received, bytes/s; None: no cap.
-        monthly_bytes: most bytes up and down together in a calendar month; None: any.
+        up_bytes_s, down_bytes_s: caps on everything sent and received, bytes/s; None: as set
+            while the node ran before (``limits_path``), else no cap.
+        monthly_bytes: most bytes up and down together in a calendar month; None: likewise.
         assume_yes: do not ask before joining an unknown run.
         exit_when_complete: end with exit code 0 once the run has published its last version.
         json_lines: print one JSON object per line instead of plain text.
@@ -105,6 +107,10 @@ class NodeConfig:
     @property
     def traffic_path(self) -> Path:
         return self.data / "traffic.json"
+
+    @property
+    def limits_path(self) -> Path:
+        return self.data / "limits.json"
 
     @property
     def control_path(self) -> Path:

@@ -100,10 +100,13 @@ class NodeHandle:
         return self._command("leave", "leaving")
 
     async def _limits(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        text = self._ctx.limits.change(arguments)
-        self._ctx.say(text)
-        _keep_to_quota(self._ctx)
-        return {"ok": True, "text": text}
+        try:
+            text = self._ctx.limits.change(arguments)
+            self._ctx.say(text)
+        finally:  # what could not be written holds all the same
+            _keep_to_quota(self._ctx)
+        limits = self._ctx.limits.tree(self._ctx.clock.wall_ms())
+        return {"ok": True, "text": text, "limits": limits}
 
     def _command(self, mode: Mode, text: str, until: float | None = None) -> dict[str, Any]:
         ctx = self._ctx

@@ -1,14 +1,22 @@
-"""A node's caps and monthly quota: what is configured, what is used, and changing it live (R12)."""
+"""A node's caps and monthly quota: what is configured, what is used, and changing it live (R12).
+
+What is changed while the node runs is kept in ``limits.json`` and holds after a restart,
+except for what the command line then says otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
 
 from barnraise.node.config import NodeConfig
+from barnraise.node.pending import write_durably
 from barnraise.node.quota import load_quota, month_of, save_quota
-from barnraise.protocol.bandwidth import Pacer, checked_rate
-from barnraise.protocol.errors import RefusedError
+from barnraise.protocol.bandwidth import MAX_RATE, MIN_RATE, Pacer, checked_rate
+from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.network import Network
 
 SAVE_EVERY_S = 5.0
@@ -16,6 +24,32 @@ SAVE_IDLE_S = 60.0  # while less than SAVE_BYTES were added: disks may sleep
 SAVE_BYTES = 1_000_000
 _KEYS = frozenset({"up", "down", "monthly"})
 _MOST_MONTHLY = 2**60
+_MOST_FILE = 4096
+
+_Rate = Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)]
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """``limits.json``: caps in bytes/s, the quota in bytes; None where there is no limit."""
+
+    format: int = 1
+    up: _Rate | None = None
+    down: _Rate | None = None
+    monthly: Annotated[int, msgspec.Meta(gt=0, le=_MOST_MONTHLY)] | None = None
+
+
+def load_chosen(path: Path) -> tuple[Chosen, str]:
+    """Read what was set before; the text is a warning if that cannot be known, else empty."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_MOST_FILE), type=Chosen), ""
+    except FileNotFoundError:
+        return Chosen(), ""
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        return Chosen(), (
+            f"cannot read {path}, the caps and the quota in it do not hold: {error}; set them anew with "
+            "'barnraise limits set'"
+        )
 
 
 class Limits:
@@ -29,10 +63,21 @@ class Limits:
     """
 
     def __init__(self, config: NodeConfig) -> None:
-        self.up = Pacer(checked_rate(config.up_bytes_s))
-        self.down = Pacer(checked_rate(config.down_bytes_s))
+        self._chosen_path = config.limits_path
+        self._chosen, warning = load_chosen(self._chosen_path)
+        up, down, monthly = (
+            kept if given is None else given
+            for given, kept in (
+                (config.up_bytes_s, self._chosen.up),
+                (config.down_bytes_s, self._chosen.down),
+                (config.monthly_bytes, self._chosen.monthly),
+            )
+        )
+        self.up = Pacer(checked_rate(up))
+        self.down = Pacer(checked_rate(down))
         self._path = config.traffic_path
-        self.quota, self.warning = load_quota(self._path, config.monthly_bytes)
+        self.quota, uncounted = load_quota(self._path, monthly)
+        self.warning = "; ".join(filter(None, (warning, uncounted)))
         self._counted = (0, 0)
         self._saved_at = 0.0
 
@@ -78,10 +123,11 @@ class Limits:
     def change(self, arguments: Mapping[str, Any]) -> str:
         """Set ``up``, ``down`` (bytes/s) and ``monthly`` (bytes); None lifts one, one left out stays.
 
-        Returns a sentence about what holds now; all or nothing is changed.
+        Returns a sentence about what holds now, and after a restart; all or nothing is changed.
 
         Raises:
             RefusedError: an unknown argument or an unusable value.
+            StorageError: it holds now, but the disk refused to keep it.
         """
         strangers = arguments.keys() - _KEYS
         if strangers or not arguments:
@@ -100,11 +146,27 @@ class Limits:
             getattr(self, name).set_rate(rate)
         if "monthly" in arguments:
             self.quota.limit = None if monthly is None else int(monthly)
+        self._keep(rates, arguments)
+        return self.sentence()
+
+    def sentence(self) -> str:
+        """What holds now, for a person."""
         limit = self.quota.limit
         return (
             f"caps: {_mbit(self.up.rate)} up, {_mbit(self.down.rate)} down, "
             f"{'no monthly quota' if limit is None else f'{limit / 1e9:.2f} GB a month'}"
         )
+
+    def _keep(self, rates: Mapping[str, float | None], arguments: Mapping[str, Any]) -> None:
+        changed: dict[str, float | int | None] = dict(rates)
+        if "monthly" in arguments:
+            changed["monthly"] = self.quota.limit
+        chosen = msgspec.structs.replace(self._chosen, **changed)
+        try:
+            write_durably(self._chosen_path, msgspec.json.encode(chosen) + b"\n")
+        except StorageError as error:
+            raise StorageError(f"{self.sentence()}; but only until the node ends: {error}") from error
+        self._chosen = chosen
 
 
 def _mbit(rate: float | None) -> str:
