@@ -65,16 +65,10 @@ class Limits:
     def __init__(self, config: NodeConfig) -> None:
         self._chosen_path = config.limits_path
         self._chosen, warning = load_chosen(self._chosen_path)
-        up, down, monthly = (
-            kept if given is None else given
-            for given, kept in (
-                (config.up_bytes_s, self._chosen.up),
-                (config.down_bytes_s, self._chosen.down),
-                (config.monthly_bytes, self._chosen.monthly),
-            )
-        )
-        self.up = Pacer(checked_rate(up))
-        self.down = Pacer(checked_rate(down))
+        kept = self._chosen
+        self.up = Pacer(checked_rate(kept.up if config.up_bytes_s is None else config.up_bytes_s))
+        self.down = Pacer(checked_rate(kept.down if config.down_bytes_s is None else config.down_bytes_s))
+        monthly = kept.monthly if config.monthly_bytes is None else config.monthly_bytes
         self._path = config.traffic_path
         self.quota, uncounted = load_quota(self._path, monthly)
         self.warning = "; ".join(filter(None, (warning, uncounted)))

@@ -71,7 +71,7 @@ def change(
     as_json: bool = typer.Option(False, "--json", help="What holds now, as one JSON object."),
 ) -> None:
     """Change caps or the monthly quota of a running node: at once, during transfers, and after a restart."""
-    arguments: dict[str, int | None] = {}
+    arguments: dict[str, Any] = {}
     wishes = (("down", "--down", down, parse_rate), ("up", "--up", up, parse_rate))
     for name, option, text, parse in (*wishes, ("monthly", "--month", month, parse_size)):
         if text is not None:
