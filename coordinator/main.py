@@ -18,6 +18,7 @@ import trio
 
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.server import run_coordinator
+from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.libp2p_network import open_libp2p
@@ -34,6 +35,7 @@ def run_from_folder(
     *,
     listen: Sequence[str] = DEFAULT_LISTEN,
     threads: int = 1,
+    verifiers: int = 1,
     mirrors: Sequence[str] = (),
     upload_copies: float = 0.0,
     out: Callable[[str], None] = partial(print, flush=True),
@@ -42,7 +44,9 @@ def run_from_folder(
 
     ``out`` is told short lines for a person: the address to join, who comes and
     goes, each published version. ``RUN/coordinator.log`` gets everything, one JSON
-    object per line. ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
+    object per line. ``verifiers`` is the number of verifier children, each with ``threads``
+    threads; 0 means as many as the machine's accelerators, or cores, can feed.
+    ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``).
 
     Raises:
@@ -52,7 +56,7 @@ def run_from_folder(
     """
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
-            trio.run(_main, run, tuple(listen), threads, tuple(mirrors), upload_copies)
+            trio.run(_main, run, tuple(listen), threads, verifiers, tuple(mirrors), upload_copies)
         except BaseExceptionGroup as group:
             error = _innermost(group)
             if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
@@ -65,11 +69,16 @@ def run_from_folder(
 
 
 async def _main(
-    run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...], upload_copies: float
+    run: Run,
+    listen: Sequence[str],
+    threads: int,
+    verifiers: int,
+    mirrors: tuple[str, ...],
+    upload_copies: float,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, run, listen, threads, mirrors, upload_copies)
+            nursery.start_soon(_serve, run, listen, threads, verifiers, mirrors, upload_copies)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -78,10 +87,14 @@ async def _main(
 
 
 async def _serve(
-    run: Run, listen: Sequence[str], threads: int, mirrors: tuple[str, ...], upload_copies: float
+    run: Run,
+    listen: Sequence[str],
+    threads: int,
+    verifiers: int,
+    mirrors: tuple[str, ...],
+    upload_copies: float,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
-    from barnraise.coordinator.verifier_child import ChildVerifier
 
     setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path.resolve()), threads=threads)
     async with open_libp2p(run.identity, listen) as network:
@@ -90,7 +103,7 @@ async def _serve(
                 run_coordinator,
                 run,
                 network,
-                ChildVerifier(setup, run.path / "verifier.log"),
+                _verifiers(setup, run.path / "verifier.log", verifiers),
                 ChildLearner(setup, run.path / "learner.log"),
                 mirrors=mirrors,
                 upload_copies=upload_copies,
@@ -99,6 +112,19 @@ async def _serve(
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())
             for address in network.addresses:
                 log.info("join with: barnraise join %s", address)
+
+
+def _verifiers(setup: WorkerSetup, log_path: Path, count: int) -> VerifierPool:
+    """A pool of children, spread over the accelerators if there are any. All share one log."""
+    from barnraise.coordinator.verifier_child import ChildVerifier
+
+    devices = visible_accelerators() or ("",)
+    return VerifierPool(
+        [
+            ChildVerifier(setup, log_path, devices[number % len(devices)])
+            for number in range(count or automatic_verifiers(setup.threads))
+        ]
+    )
 
 
 def _end_in_any_case() -> None:

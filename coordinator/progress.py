@@ -1,4 +1,4 @@
-"""What the two belts are doing right now, for people to see; nothing reads it to decide."""
+"""What the belts are doing right now, for people to see; nothing reads it to decide."""
 
 from __future__ import annotations
 
@@ -11,5 +11,9 @@ class Progress:
 
     learner: str = "starting"
     learner_trouble: str = ""
+    publishing: int | None = None  # the version being hashed, patched and signed
+    publisher_trouble: str = ""
     verifying: int = 0
+    verifiers: int = 1
+    verifiers_busy: int = 0
     verifier_trouble: str = ""

@@ -11,6 +11,7 @@ from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.state import Node
+from barnraise.coordinator.submissions import bytes_per_token
 from barnraise.protocol.identity import peer_id_of
 from barnraise.protocol.network import Network
 
@@ -45,7 +46,12 @@ def state_tree(
         "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out),
         "queue": len(state.waiting),
         "queue_bytes": state.waiting_bytes,
+        "queue_tokens": round(state.waiting_bytes / bytes_per_token(spec.verify)),
+        "queue_oldest_s": _oldest_s(core),
         "verifying": progress.verifying,
+        "verifiers": progress.verifiers,
+        "verifiers_busy": progress.verifiers_busy,
+        "publishing": progress.publishing,
         "groups_ready": state.pool_groups,
         "groups_usable": state.pool_usable,
         "groups_wanted": spec.rollout.groups_per_version,
@@ -72,12 +78,22 @@ def _reason(core: Core, progress: Progress) -> str:
         return core.trouble
     if progress.learner_trouble:
         return f"learner: {progress.learner_trouble}"
+    if progress.publisher_trouble:
+        return f"publishing: {progress.publisher_trouble}"
     if progress.verifier_trouble:
         return f"verifier: {progress.verifier_trouble}"
     if progress.learner == "collecting":
         spec = core.spec.rollout
         return f"{core.state.pool_usable} of {spec.groups_per_version} usable groups verified"
     return ""
+
+
+def _oldest_s(core: Core) -> float:
+    """How long the oldest submission has been waiting for its verdict, seconds."""
+    oldest = next(iter(core.state.waiting), None)
+    if oldest is None:
+        return 0.0
+    return round(max(0, core.now_ms() - core.state.submissions[oldest].at_ms) / 1000, 3)
 
 
 def _shown(core: Core, hub: Hub) -> list[Node]:

@@ -11,6 +11,7 @@ from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, RefusedError, SignatureError
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.messages import RolloutSubmission, Signed
+from barnraise.protocol.spec import VerifySpec
 
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 2 * 1024**3
@@ -88,6 +89,11 @@ def _no_lease(state: State, lease_id: bytes) -> RefusedError:
             return RefusedError("returned-lease", "this lease was given back; ask for another lease")
         case _:
             return RefusedError("unknown-lease", "no such lease was issued (or it was long ago)")
+
+
+def bytes_per_token(verify: VerifySpec) -> float:
+    """What a completion token weighs in a submission: its id, its log-probability, its part of a proof."""
+    return 4 + 4 + (2 + 2 * verify.toploc_top_k) / verify.toploc_chunk
 
 
 def check_room(waiting: int, waiting_bytes: int) -> None:

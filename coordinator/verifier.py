@@ -335,6 +335,8 @@ def _unverifiable(job: VerifyJob, why: str) -> Judged:
 class LocalVerifier:
     """The verifier seam in this very process, for tests and the simulator: it blocks while it judges."""
 
+    slots = 1
+
     def __init__(self, setup: WorkerSetup) -> None:
         self._judge = Judge(setup)
 

@@ -43,8 +43,16 @@ class Ready(Struct, frozen=True, kw_only=True, tag=True):
 class ChildVerifier:
     """The verifier seam over a child, which is started when first needed and after it died."""
 
-    def __init__(self, setup: WorkerSetup, log_path: Path | None = None) -> None:
-        """``log_path``: file to which the child's messages are appended; None shares ours."""
+    slots = 1
+
+    def __init__(self, setup: WorkerSetup, log_path: Path | None = None, accelerator: str = "") -> None:
+        """Nothing is started yet.
+
+        Args:
+            log_path: file to which the child's messages are appended; None shares ours.
+            accelerator: the one CUDA device that the child may see; empty leaves it all.
+        """
+        self._accelerator = accelerator
         self._setup = setup
         self._log = log_path
         self._child: Child | None = None
@@ -85,11 +93,18 @@ class ChildVerifier:
             return self._child
         await self.close()
         threads = str(max(1, self._setup.threads))
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self._accelerator:
+            environment["CUDA_VISIBLE_DEVICES"] = self._accelerator
         child = await Child.start(
             [sys.executable, "-m", "barnraise.coordinator.verifier_child"],
             name="verifier",
             log=self._log,
-            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            env=environment,
         )
         self._child = child
         try:

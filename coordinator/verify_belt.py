@@ -41,58 +41,93 @@ class _Failed:
 
 @dataclass
 class VerifyBelt:
-    """Judges what is stored, oldest first, in batches; see ``run``.
+    """Judges what is stored, oldest first, in as many batches at a time as the verifier takes; see ``run``.
 
-    Jobs of a batch that made the verifier fail are put off: they are tried alone,
-    after everything else and later each time, so that a bad one fails alone.
+    Jobs of a batch that made the verifier fail are put off and tried alone, so that a
+    bad one fails alone, later each time. They and fresh work take turns: neither a bad
+    submission nor a long queue keeps anybody waiting for long.
     """
 
     core: Core
     verifier: Verifier
     progress: Progress
     _put_off: dict[bytes, _Failed] = field(default_factory=dict)
+    _flying: set[bytes] = field(default_factory=set)  # with the verifier now
+    _batches: int = 0
+    _freed: trio.Event = field(default_factory=trio.Event)
     _successes: int = 0
+    _fresh_last: bool = False
 
     async def run(self) -> None:
         """Judge for ever."""
-        while True:
-            changed = self.core.changed
-            jobs = await self._next_jobs()
-            if not jobs:
-                with trio.move_on_at(
-                    min((item.retry_at for item in self._put_off.values()), default=math.inf)
-                ):
-                    await changed.wait()
-                continue
-            self.progress.verifying = len(jobs)
-            try:
-                await self._record(await self._verify(jobs))
-            except BarnraiseError as error:
-                self.progress.verifier_trouble = str(error)
-                log.error("verifier: %s", error)
-                await trio.sleep(FIRST_RETRY_S)
-            finally:
-                self.progress.verifying = 0
+        self.progress.verifiers = self.verifier.slots
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed, freed = self.core.changed, self._freed
+                if self._batches >= self.verifier.slots:
+                    await freed.wait()
+                    continue
+                jobs = await self._next_jobs()
+                if jobs:
+                    self._count(jobs, 1)
+                    nursery.start_soon(self._judge, jobs)
+                    continue
+                due = (item.retry_at for key, item in self._put_off.items() if key not in self._flying)
+                with trio.move_on_at(min(due, default=math.inf)):
+                    await _either(changed, freed)
+
+    async def _judge(self, jobs: tuple[VerifyJob, ...]) -> None:
+        """One batch, from the verifier to the journal. Its slot is kept while the verifier is in trouble."""
+        try:
+            await self._record(await self._verify(jobs))
+        except BarnraiseError as error:
+            self.progress.verifier_trouble = str(error)
+            log.error("verifier: %s", error)
+            await trio.sleep(FIRST_RETRY_S)
+        finally:
+            self._count(jobs, -1)
+            self._freed.set()
+            self._freed = trio.Event()
+
+    def _count(self, jobs: tuple[VerifyJob, ...], change: int) -> None:
+        keys = {job.submission_id for job in jobs}
+        self._flying = self._flying | keys if change > 0 else self._flying - keys
+        self._batches += change
+        self.progress.verifying = len(self._flying)
+        self.progress.verifiers_busy = self._batches
 
     async def _next_jobs(self) -> tuple[VerifyJob, ...]:
+        """One that is tried alone, or a batch of fresh ones, by turns as far as there are both."""
+        waiting = self.core.state.waiting
+        self._put_off = {key: item for key, item in self._put_off.items() if key in waiting}
+        for fresh in (False, True) if self._fresh_last else (True, False):
+            jobs = await self._load(self._fresh() if fresh else self._due())
+            if jobs:
+                self._fresh_last = fresh
+                return jobs
+        # One without its payload is not durable yet: the commit that is under way wakes us again.
+        return ()
+
+    def _fresh(self) -> list[bytes]:
+        """The oldest submissions that nothing is known against: a fair share for each free slot."""
         state = self.core.state
-        self._put_off = {key: item for key, item in self._put_off.items() if key in state.waiting}
+        ready = [key for key in state.waiting if key not in self._put_off and key not in self._flying]
+        most = min(MAX_JOBS, math.ceil(len(ready) / max(1, self.verifier.slots - self._batches)))
         chosen: list[bytes] = []
         size = 0
-        for submission_id in state.waiting:
-            if submission_id in self._put_off:
-                continue
+        for submission_id in ready[:most]:
             size += state.submissions[submission_id].size
-            if chosen and (size > MAX_JOB_BYTES or len(chosen) >= MAX_JOBS):
+            if chosen and size > MAX_JOB_BYTES:
                 break
             chosen.append(submission_id)
-        # One without its payload is not durable yet: the commit that is under way wakes us again.
-        jobs = await self._load(chosen)
-        if jobs:
-            return jobs
+        return chosen
+
+    def _due(self) -> list[bytes]:
+        """At most one of those that are tried alone."""
         now = trio.current_time()
-        due = [key for key, item in self._put_off.items() if item.retry_at <= now]
-        return await self._load(due[:1])
+        return [
+            key for key, item in self._put_off.items() if item.retry_at <= now and key not in self._flying
+        ][:1]
 
     async def _load(self, submission_ids: list[bytes]) -> tuple[VerifyJob, ...]:
         if not submission_ids:
@@ -147,6 +182,17 @@ class VerifyBelt:
                 )
             )
         await self.core.record(events)
+
+
+async def _either(first: trio.Event, second: trio.Event) -> None:
+    async with trio.open_nursery() as nursery:
+
+        async def wait(event: trio.Event) -> None:
+            await event.wait()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(wait, first)
+        nursery.start_soon(wait, second)
 
 
 def _check_results(jobs: tuple[VerifyJob, ...], results: tuple[Judged, ...]) -> None:

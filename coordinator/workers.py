@@ -98,6 +98,10 @@ class Trained(Struct, frozen=True, kw_only=True, tag=True):
 class Verifier(Protocol):
     """Judges submissions against the weights of the version that their lease names."""
 
+    @property
+    def slots(self) -> int:
+        """How many batches it judges side by side; further calls of ``verify`` wait their turn."""
+
     async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
         """Judge ``jobs`` (any versions still kept) in one batch; one result per job, same order.
 

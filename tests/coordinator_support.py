@@ -18,7 +18,15 @@ from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.presets import demo
 from barnraise.coordinator.server import run_coordinator
-from barnraise.coordinator.workers import Judged, Trained, TrainJob, TrainStats, VerifyJob, checkpoint_folder
+from barnraise.coordinator.workers import (
+    Judged,
+    Trained,
+    TrainJob,
+    TrainStats,
+    Verifier,
+    VerifyJob,
+    checkpoint_folder,
+)
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import open_signed, sign
 from barnraise.protocol.errors import ChildError, PeerError, RefusedError
@@ -115,6 +123,7 @@ class FakeVerifier:
     poison: bytes = b""
     batches: list[int] = field(default_factory=list)
     fail_times: int = 0
+    slots: int = 1
 
     async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
         await trio.sleep(self.delay_s)
@@ -222,7 +231,7 @@ class Coordinator:
 async def coordinating(
     swarm: MemorySwarm,
     folder: Path,
-    verifier: FakeVerifier | None = None,
+    verifier: Verifier | None = None,
     learner: FakeLearner | None = None,
     seed: int = 0,
     mirrors: tuple[str, ...] = (),

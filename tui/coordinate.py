@@ -30,7 +30,13 @@ def run(
         ["/ip4/0.0.0.0/tcp/4001"], "--listen", metavar="ADDR", help="Where to listen, TCP; may be repeated."
     ),
     threads: int = typer.Option(
-        1, "--threads", metavar="N", min=1, max=1024, help="Threads each for verifier and learner."
+        1, "--threads", metavar="N", min=1, max=1024, help="Threads each for every verifier and the learner."
+    ),
+    verifiers: str = typer.Option(
+        "1",
+        "--verifiers",
+        metavar="N|auto",
+        help="Verifier processes, each with the model in memory; auto: one per GPU, else by cores.",
     ),
     mirror: list[str] = typer.Option(
         [],
@@ -64,11 +70,27 @@ def run(
             raise typer.BadParameter(str(error), param_hint="--mirror") from error
     try:
         code = run_from_folder(
-            folder, listen=tuple(listen), threads=threads, mirrors=tuple(mirror), upload_copies=upload_copies
+            folder,
+            listen=tuple(listen),
+            threads=threads,
+            verifiers=_verifier_count(verifiers),
+            mirrors=tuple(mirror),
+            upload_copies=upload_copies,
         )
     except PeerError as error:  # an address that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
     raise typer.Exit(code)
+
+
+def _verifier_count(text: str) -> int:
+    """``--verifiers`` as a number; 0 stands for auto."""
+    from barnraise.coordinator.verifier_pool import MAX_VERIFIERS
+
+    if text == "auto":
+        return 0
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_VERIFIERS):
+        raise typer.BadParameter(f"a number from 1 to {MAX_VERIFIERS}, or auto", param_hint="--verifiers")
+    return int(text)
 
 
 @app.command(
