@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from barnraise.protocol.envelope import content_id, open_signed
-from barnraise.protocol.errors import SignatureError
+from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.messages import Signed
+from barnraise.protocol.pretrain import check_pretrain
 from barnraise.protocol.spec import RunSpec
 
 
@@ -23,4 +24,10 @@ def open_run_spec(signed: Signed) -> RunSpec:
     spec = open_signed(signed, RunSpec, None)
     if spec.operator != signed.signer:
         raise SignatureError("the run spec names one operator and is signed by another: do not trust it")
+    if (spec.phase == "pretrain") != (spec.pretrain is not None):
+        raise MalformedError(
+            f"a run spec of phase {spec.phase!r} must say how it pretrains, and no other may"
+        )
+    if spec.pretrain is not None:
+        check_pretrain(spec.pretrain, spec.rollout.versions)
     return spec

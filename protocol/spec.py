@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from barnraise.protocol.messages import Count, Digest, Message, Millis, Name, PublicKey, Text
+from barnraise.protocol.pretrain import PretrainSpec
 
 Positive = Annotated[float, Meta(gt=0.0, le=1e6)]
 NonNegative = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -118,7 +119,7 @@ class RunSpec(Message, frozen=True):
     description: Text
     operator: PublicKey
     created_at: Millis
-    phase: Literal["posttrain"]
+    phase: Literal["posttrain", "pretrain"]  # where it begins
     seed: Annotated[int, Meta(ge=0, le=2**53)]
     model: ModelSpec
     environment: EnvironmentSpec
@@ -128,3 +129,4 @@ class RunSpec(Message, frozen=True):
     verify: VerifySpec
     evaluation: EvalSpec
     admission: Literal["open"]
+    pretrain: PretrainSpec | None = None  # with phase "pretrain", and only then

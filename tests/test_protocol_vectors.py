@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import inspect
 
-from barnraise.protocol import frames, ledger, messages, seeds, spec, tree_messages, wire
+from barnraise.protocol import corpus, frames, ledger, messages, pretrain, seeds, spec, tree_messages, wire
 from barnraise.protocol.envelope import content_id, domain, open_signed, sign
 from barnraise.protocol.identity import Identity, fingerprint, peer_id_of
 from barnraise.protocol.merkle import MerkleLog, verify_consistency, verify_inclusion
@@ -32,11 +32,14 @@ PARTS = (
     messages.Verdict,
     tree_messages.Contact,
     tree_messages.HeadMark,
+    corpus.Corpus,
 )
 SIGNED = (
     messages.Manifest,
     messages.RolloutLease,
     messages.RolloutSubmission,
+    pretrain.BlockLease,
+    pretrain.BlockSubmission,
     messages.Receipt,
     messages.TreeHead,
     spec.RunSpec,
@@ -45,7 +48,7 @@ SPECS = tuple(
     info.type.cls  # type: ignore[attr-defined]
     for info in inspect.type_info(spec.RunSpec).fields  # type: ignore[attr-defined]
     if isinstance(info.type, inspect.StructType)
-)
+) + (pretrain.PretrainSpec, pretrain.BlockRecipe, pretrain.JointRecipe, pretrain.BlockTolerance)
 ENTRIES: tuple[type[messages.Message], ...] = ledger.LedgerEntry.__args__  # type: ignore[attr-defined]
 
 
