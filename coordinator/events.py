@@ -103,6 +103,19 @@ class SubmissionsSkipped(Struct, frozen=True, kw_only=True, tag=True):
     at_ms: int
 
 
+class VersionTrained(Struct, frozen=True, kw_only=True, tag=True):
+    """The learner's checkpoint of ``version`` is durable; ``VersionPublished`` follows before the next one.
+
+    Journals from before this event have none: there ``VersionPublished`` says both.
+    """
+
+    version: int
+    weights: str  # as in VersionPublished
+    stats: TrainStats | None
+    accuracy: float
+    at_ms: int
+
+
 class VersionPublished(Struct, frozen=True, kw_only=True, tag=True):
     """A policy version's signed manifest is on disk in this very transaction."""
 
@@ -125,6 +138,7 @@ Event = (
     | SubmissionJudged
     | BatchFormed
     | SubmissionsSkipped
+    | VersionTrained
     | VersionPublished
 )
 

@@ -23,6 +23,7 @@ from barnraise.coordinator.events import (
     SubmissionsSkipped,
     Submitted,
     VersionPublished,
+    VersionTrained,
 )
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.state import EventError, State, apply
@@ -85,7 +86,7 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             )
         case VersionPublished():
             return ledger.VersionPublished(at_ms=event.at_ms, version=event.version, manifest=event.manifest)
-        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped():
+        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained():
             return None
         case _:
             assert_never(event)

@@ -107,9 +107,13 @@ def _refuse_version(state: State, spec: RolloutSpec, policy_version: int) -> Wai
         return Wait(f"the run is complete: version {spec.versions} is published", DONE_RETRY_MS)
     if state.head < 0:
         return Wait("the first policy version is not published yet", BUSY_RETRY_MS)
+    if state.made >= spec.versions:
+        return Wait("the last version is being published", DONE_RETRY_MS // 12)
     if policy_version > state.head:
         return Wait(f"version {policy_version} does not exist, the head is {state.head}", BUSY_RETRY_MS)
-    if policy_version < state.head - spec.max_lag:
+    if policy_version < state.made - spec.max_lag:
+        if policy_version == state.head:
+            return Wait(f"version {state.made} is being published", BUSY_RETRY_MS // 2)
         return Wait(
             f"version {policy_version} is too old: the head is {state.head}, at most {spec.max_lag} behind "
             "is of use; load a newer one and ask again",
@@ -146,7 +150,7 @@ def deadline_ms(spec: RolloutSpec) -> int:
 
 def _counted(state: State, lease_id: bytes) -> int:
     lease = state.leases[lease_id]
-    fresh = lease.terms.policy_version >= state.head - state.max_lag
+    fresh = lease.terms.policy_version >= state.made - state.max_lag
     return lease.terms.prompts if fresh and not lease.timed_out else 0
 
 
@@ -156,7 +160,7 @@ def outstanding_groups(state: State) -> int:
     A pool without a single usable group cannot close a batch, so once the learner
     waits for one it does not hold back new work.
     """
-    oldest = state.head - state.max_lag
+    oldest = state.made - state.max_lag
     fresh = sum(count for version, count in state.lent.items() if version >= oldest)
     fresh += sum(count for version, count in state.unjudged.items() if version >= oldest)
     holds_back = state.pool_usable > 0 or state.batch is not None
@@ -173,7 +177,7 @@ def capacity(state: State, spec: RolloutSpec) -> int:
         spec.max_groups_per_version,
     )
     in_training = 1 if state.batch is not None else 0
-    versions_left = max(1, spec.versions - max(0, state.head) - in_training)
+    versions_left = max(1, spec.versions - max(0, state.made) - in_training)
     return max(spec.groups_per_version, spec.max_groups_per_version) + expected * min(
         spec.max_lag, versions_left - 1
     )
@@ -182,9 +186,11 @@ def capacity(state: State, spec: RolloutSpec) -> int:
 def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | SubmissionsSkipped | None:
     """The next batch if one is full, or what to drop of a pool that is full of unusable groups.
 
+    It does not wait for the version before to be published (``State.made``).
+
     Submissions are taken whole, oldest verdict first.
     """
-    if state.batch is not None or state.head < 0 or is_complete(state, spec):
+    if state.batch is not None or state.head < 0 or state.made >= spec.versions:
         return None
     taken: list[bytes] = []
     groups = usable = 0
@@ -212,7 +218,7 @@ def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | Su
     if not full:
         return None
     return BatchFormed(
-        version=state.head + 1, submissions=tuple(taken), groups=groups, usable=usable, at_ms=now_ms
+        version=state.made + 1, submissions=tuple(taken), groups=groups, usable=usable, at_ms=now_ms
     )
 
 

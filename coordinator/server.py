@@ -1,4 +1,4 @@
-"""The coordinator's trio shell: handlers on the network, two belts, a ticker, a control socket.
+"""The coordinator's trio shell: handlers on the network, three belts, a ticker, a control socket.
 
 Runs unchanged over libp2p with child processes, and in memory under trio's autojump
 clock with workers in this process: network, workers, clock, randomness and the way
@@ -27,6 +27,7 @@ from barnraise.coordinator.learn_belt import LearnBelt
 from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.publish_belt import PublishBelt
 from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.verify_belt import VerifyBelt
@@ -73,6 +74,7 @@ async def run_coordinator(
     shard_size: int = MAX_SHARD,
     mirrors: tuple[str, ...] = (),
     upload_copies: float = 0.0,
+    serial_publishing: bool = False,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -86,6 +88,7 @@ async def run_coordinator(
         control: whether to serve the run folder's control socket.
         mirrors: base URLs of static file hosts, named in the manifests of versions to come.
         upload_copies: about how many copies of a version to send down the broadcast tree; 0: no limit.
+        serial_publishing: have the learner wait while a version is published (to measure the difference).
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -103,7 +106,8 @@ async def run_coordinator(
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
         verify = VerifyBelt(core, verifier, progress)
-        learn = LearnBelt(
+        learn = LearnBelt(core, learner, run.path, progress, serial_publishing)
+        publish = PublishBelt(
             core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin
         )
         core.listeners.append(partial(_push_receipts, hub))
@@ -113,7 +117,7 @@ async def run_coordinator(
                 nursery.start_soon(core.run)
                 await core.open()
                 await offload(partial(_check_head, run, core))
-                await learn.serve_head()
+                await publish.serve_head()
                 if control:
                     changed = Changed()
                     commands = {"export-ledger": partial(_export, run, core)}
@@ -126,6 +130,7 @@ async def run_coordinator(
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)
                 nursery.start_soon(learn.run)
+                nursery.start_soon(publish.run)
                 nursery.start_soon(_tick, core, sessions)
                 task_status.started(get_state)
         finally:

@@ -25,6 +25,7 @@ from barnraise.coordinator.events import (
     SubmissionsSkipped,
     Submitted,
     VersionPublished,
+    VersionTrained,
 )
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.messages import RolloutLease, Verdict
@@ -88,6 +89,14 @@ class Submission:
 
 
 @dataclass(slots=True)
+class Unpublished:
+    """The version that is being published, and what it was made from (None for version 0)."""
+
+    trained: VersionTrained
+    batch: BatchFormed | None
+
+
+@dataclass(slots=True)
 class VersionInfo:
     """One published version, as the history keeps it."""
 
@@ -102,7 +111,11 @@ class VersionInfo:
 
 @dataclass(slots=True)
 class State:
-    """Everything that decisions read. ``max_lag`` is copied from the run spec."""
+    """Everything that decisions read. ``max_lag`` is copied from the run spec.
+
+    The pipeline is one deep: at most one version is trained and not published
+    (``unpublished``), so a batch in training makes ``head + 2`` at most.
+    """
 
     max_lag: int
     run_id: bytes = b""
@@ -122,12 +135,21 @@ class State:
     pool_groups: int = 0
     pool_usable: int = 0
     batch: BatchFormed | None = None
+    unpublished: Unpublished | None = None
     last_batch_groups: int = 0
     versions: list[VersionInfo] = field(default_factory=list)
     durations: deque[int] = field(default_factory=lambda: deque(maxlen=DURATIONS_KEPT))
     accepted: int = 0
     rejected: int = 0
     rejections: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def made(self) -> int:
+        """The newest version whose checkpoint is durable: what the next one is trained from.
+
+        Staleness counts from it: ``made - policy_version`` is the lag in the batch after it.
+        """
+        return self.head if self.unpublished is None else self.unpublished.trained.version
 
 
 def fold(events: Iterable[Event], max_lag: int) -> State:
@@ -171,6 +193,8 @@ def apply(state: State, event: Event) -> None:
             _require(all(item in state.pool for item in event.submissions), "skipped work is not in the pool")
             for submission_id in event.submissions:
                 _leave_pool(state, submission_id, "skipped")
+        case VersionTrained():
+            _trained(state, event)
         case VersionPublished():
             _published(state, event)
         case _:
@@ -301,7 +325,7 @@ def _judged(state: State, event: SubmissionJudged) -> None:
         node.credit += event.credit
         node.strikes = max(0, node.strikes - 1)
         node.quiet_until = min(node.quiet_until, event.at_ms + strike_pause_ms(node.strikes))
-        if state.head - terms.policy_version > state.max_lag:
+        if state.made - terms.policy_version > state.max_lag:
             submission.status = "stale"
         else:
             submission.status = "accepted"
@@ -321,7 +345,7 @@ def _judged(state: State, event: SubmissionJudged) -> None:
 
 def _batch_formed(state: State, event: BatchFormed) -> None:
     _require(state.batch is None, "a batch is being trained already")
-    _require(event.version == state.head + 1, "batch for another version than the next")
+    _require(event.version == state.made + 1, "batch for another version than the next")
     _require(
         all(item in state.pool for item in event.submissions), "batch takes work that is not in the pool"
     )
@@ -331,15 +355,26 @@ def _batch_formed(state: State, event: BatchFormed) -> None:
     state.last_batch_groups = event.groups
 
 
+def _trained(state: State, event: VersionTrained) -> None:
+    _require(bool(state.run_id), "the run is not open")
+    _require(state.unpublished is None, "version trained before the one before it was published")
+    _require(event.version == state.head + 1, "version trained out of order")
+    _require(event.version == 0 or state.batch is not None, "version trained without its batch")
+    state.unpublished = Unpublished(event, state.batch)  # its work is kept: it can be done again
+    state.batch = None
+    _drop_stale(state)
+
+
 def _published(state: State, event: VersionPublished) -> None:
     _require(bool(state.run_id), "the run is not open")
     _require(event.version == state.head + 1, "version published out of order")
-    if event.version > 0:
-        if state.batch is None:
-            raise EventError("version published without its batch")
-        for submission_id in state.batch.submissions:
-            state.submissions[submission_id].status = "used"
-    state.batch = None
+    if state.unpublished is not None:
+        batch, state.unpublished = state.unpublished.batch, None
+    else:  # a journal from before VersionTrained
+        _require(event.version == 0 or state.batch is not None, "version published without its batch")
+        batch, state.batch = state.batch, None
+    for submission_id in batch.submissions if batch is not None else ():
+        state.submissions[submission_id].status = "used"
     state.head = event.version
     state.versions.append(
         VersionInfo(
@@ -352,10 +387,14 @@ def _published(state: State, event: VersionPublished) -> None:
             event.at_ms,
         )
     )
-    oldest = state.head - state.max_lag
+    _drop_stale(state)
+    _forget(state, state.head - state.max_lag - REMEMBERED_VERSIONS)
+
+
+def _drop_stale(state: State) -> None:
+    oldest = state.made - state.max_lag
     for submission_id in [key for key in state.pool if state.submissions[key].lease.policy_version < oldest]:
         _leave_pool(state, submission_id, "stale")
-    _forget(state, oldest - REMEMBERED_VERSIONS)
 
 
 def _forget(state: State, before: int) -> None:

@@ -16,6 +16,7 @@ from barnraise.coordinator.events import (
     SubmissionsSkipped,
     Submitted,
     VersionPublished,
+    VersionTrained,
 )
 from barnraise.coordinator.state import State, apply
 from barnraise.protocol.messages import RolloutLease, Verdict
@@ -79,6 +80,10 @@ def published(state: State, now: int) -> VersionPublished:
     )
 
 
+def trained(state: State, now: int) -> VersionTrained:
+    return VersionTrained(version=state.made + 1, weights="w", stats=None, accuracy=-1.0, at_ms=now)
+
+
 def next_event(state: State, rng: random.Random, now: int) -> Event:
     """Any event that may follow."""
     if not state.run_id:
@@ -86,6 +91,8 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
     choices: list[Event] = [NodeJoined(node=rng.randbytes(1) * 32, name=f"n{rng.randint(0, 3)}", at_ms=now)]
     if state.head < 0:
         choices.append(published(state, now))
+        if state.unpublished is None:
+            choices.append(trained(state, now))
     elif state.nodes:
         node = rng.choice(list(state.nodes))
         terms = lease_for(state, node, rng, now)
@@ -106,11 +113,13 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
         if state.batch is None:
             groups = 2 * len(chosen)
             formed = BatchFormed(
-                version=state.head + 1, submissions=chosen, groups=groups, usable=1, at_ms=now
+                version=state.made + 1, submissions=chosen, groups=groups, usable=1, at_ms=now
             )
             choices += [formed] * 2
-    if state.batch is not None:
+    if state.unpublished is not None:
         choices += [published(state, now)] * 2
+    elif state.batch is not None:  # with the event of today, or as journals of before have it
+        choices += [trained(state, now), published(state, now)]
     return rng.choice(choices)
 
 

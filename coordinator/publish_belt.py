@@ -1,0 +1,185 @@
+"""From a durable checkpoint to a published version, beside the learner and never in its way.
+
+While this belt hashes, patches, signs and announces version v, the learner makes
+v + 1. It may be no further ahead than that: ``State.unpublished`` holds one version,
+and the fold refuses a second. After a crash the belt goes on with the version that
+was trained and not published; should its checkpoint be gone, the learner is asked
+for it again, from the batch that it was made of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator.core import Core
+from barnraise.coordinator.events import VersionPublished
+from barnraise.coordinator.hub import Hub
+from barnraise.coordinator.learn_belt import FIRST_RETRY_S, LAST_RETRY_S, job_of
+from barnraise.coordinator.ledger_log import manifest_digest
+from barnraise.coordinator.origin import Origin
+from barnraise.coordinator.patching import Previous
+from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.sessions import run_complete
+from barnraise.coordinator.state import SETTLED, Unpublished
+from barnraise.coordinator.workers import Learner, checkpoint_folder
+from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.manifest import manifest_bytes
+from barnraise.protocol.messages import Manifest
+from barnraise.protocol.store import DiskStore
+
+log = logging.getLogger(__name__)
+
+MOST_KEPT = 8  # versions beyond max_lag that open leases may keep from being deleted
+
+
+@dataclass
+class PublishBelt:
+    """Publishes what the learner made, in order; see ``run``.
+
+    ``learner``: to have a checkpoint that was lost made again.
+    """
+
+    core: Core
+    hub: Hub
+    learner: Learner
+    store: DiskStore
+    run_folder: Path
+    progress: Progress
+    announce: Callable[[str], None]
+    shard_size: int
+    mirrors: tuple[str, ...] = ()
+    origin: Origin | None = None
+
+    async def run(self) -> None:
+        """Publish until the run is complete. Call ``serve_head`` first."""
+        pause = FIRST_RETRY_S
+        while not scheduler.is_complete(self.core.state, self.core.spec.rollout):
+            changed, due = self.core.changed, self.core.state.unpublished
+            if due is None:
+                await changed.wait()
+                continue
+            self.progress.publishing = due.trained.version
+            try:
+                await self._publish(due)
+                self.progress.publisher_trouble = ""
+                pause = FIRST_RETRY_S
+            except BarnraiseError as error:
+                self.progress.publisher_trouble = str(error)
+                log.error("publishing: %s; again in %.0f s", error, pause)
+                await trio.sleep(pause)
+                pause = min(pause * 2, LAST_RETRY_S)
+            finally:
+                self.progress.publishing = None
+        self.progress.learner = "complete"
+        self.hub.broadcast(run_complete(self.core))
+
+    async def serve_head(self) -> None:
+        """After a restart: serve the head's shards again, out of its checkpoint."""
+        state, journal = self.core.state, self.core.journal
+        for info in state.versions[-(self.core.spec.rollout.max_lag + 2) :]:
+            signed = journal.manifest(info.version)
+            if signed is None:
+                continue
+            manifest = open_signed(signed, Manifest, self.core.spec.operator)
+            files = publisher.version_files(self.run_folder, self.core.spec, info.version, info.weights)
+            if all(path.is_file() for path in files.values()):
+                await self.core.offload(
+                    partial(publisher.serve, self.run_folder, self.store, manifest, files)
+                )
+                if self.origin is not None:
+                    self.origin.publish(signed, manifest)
+            if info.version == state.head:
+                self.hub.set_head(info.version, signed)
+
+    async def _publish(self, due: Unpublished) -> None:
+        core, trained = self.core, due.trained
+        await core.record([])  # that it was trained is durable before anything is signed
+        await self._present(due)
+        now = core.now_ms()
+        signed, manifest = await core.offload(
+            lambda: publisher.publish(
+                self.run_folder,
+                core.spec,
+                core.run_id,
+                trained.version,
+                trained.weights,
+                self.store,
+                core.sign,
+                now,
+                self.shard_size,
+                self._previous(),
+                self.mirrors,
+            )
+        )
+        published = VersionPublished(
+            version=trained.version,
+            manifest=manifest_digest(signed),
+            weights=trained.weights,
+            size=manifest_bytes(manifest),
+            stats=trained.stats,
+            accuracy=trained.accuracy,
+            at_ms=now,
+        )
+        await core.record([published], manifest=(trained.version, signed))
+        self.hub.set_head(trained.version, signed)
+        if self.origin is not None:
+            self.origin.publish(signed, manifest)
+        self.announce(_line(published))
+        await self._clean_up()
+
+    async def _present(self, due: Unpublished) -> None:
+        """Have the checkpoint made again if its folder is gone (a disk restored, a folder deleted)."""
+        folder = checkpoint_folder(self.run_folder, due.trained.version)
+        if due.batch is None or folder.is_dir():
+            return
+        log.warning("checkpoint %d is gone before it was published: it is made again", due.batch.version)
+        await self.learner.train(await job_of(self.core, due.batch))
+
+    def _previous(self) -> Previous | None:
+        """The head, as what the next version's patch begins with; None if it cannot be had."""
+        info = self.core.state.versions[-1] if self.core.state.versions else None
+        signed = None if info is None else self.core.journal.manifest(info.version)
+        if info is None or signed is None:
+            return None
+        files = publisher.version_files(self.run_folder, self.core.spec, info.version, info.weights)
+        return Previous(open_signed(signed, Manifest, self.core.spec.operator), files)
+
+    async def _clean_up(self) -> None:
+        """Drop payloads and checkpoints that nothing needs any more."""
+        core, state = self.core, self.core.state
+        oldest = state.head - state.max_lag
+        needed = [lease.terms.policy_version for lease in state.leases.values()]
+        needed += [state.submissions[key].lease.policy_version for key in state.waiting]
+        keep_from = max(min([oldest - 1, *needed]), oldest - MOST_KEPT)
+        stored = await core.offload(lambda: core.journal.payload_ids(oldest))
+        settled = [
+            key
+            for key in stored
+            if key not in core.state.submissions or core.state.submissions[key].status in SETTLED
+        ]
+        if settled:
+            await core.record([], drop_payloads=settled)
+        head = state.head
+        gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from))
+        if self.origin is not None:
+            self.origin.retain(range(max(0, keep_from), head + 1))
+        await core.offload(lambda: publisher.slim(self.run_folder, head))
+        if gone:
+            log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
+
+
+def _line(event: VersionPublished) -> str:
+    text = f"version {event.version} published, {event.size / 1e6:.1f} MB"
+    if event.stats is not None:
+        stats = event.stats
+        text += f", reward {stats.reward_mean:.3f}, {stats.groups_used} of {stats.groups} groups used"
+        text += f", trained in {stats.seconds:.1f} s"
+    return text if event.accuracy < 0 else f"{text}, held-out accuracy {event.accuracy:.3f}"
