@@ -10,7 +10,7 @@ import logging
 
 import trio
 
-from barnraise.node import overlay
+from barnraise.node import overlay, remembered
 from barnraise.node.context import Context
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Restored
@@ -74,6 +74,7 @@ async def attend(ctx: Context, attempt: int) -> None:
             else f"no session with the coordinator (try {attempt})"
         )
         ctx.say(f"{what}: {reason}", logging.WARNING)
+    _go_on_alone(ctx)
     told = ctx.facts.duplicate_key_at
     replaced = told is not None and trio.current_time() - told < REPLACED_WITHIN_S and ctx.state.link == "up"
     if replaced:
@@ -125,6 +126,7 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
         ctx.say(str(error), logging.ERROR)
         ctx.feed(Fatal(str(error), EXIT_UNTRUSTED))
         return False
+    ctx.known.joined(peer_id, run.run_id)
     if ctx.run is not None and ctx.run.run_id != run.run_id:
         text = f"the coordinator now serves another run ({run.spec.name}): start again to join that one"
         ctx.say(text, logging.ERROR)
@@ -133,14 +135,29 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
     if not await _agreed(ctx, run):
         ctx.feed(Fatal("you chose not to join", EXIT_DECLINED))
         return False
-    first = ctx.run is None
-    if first:
+    first = not ctx.state.joined_once
+    if ctx.run is None:
         _enter(ctx, run)
+    remembered.save_run(ctx.config.run_path(run.run_id), reply.run_spec)
     measure(ctx, sent, reply.now)
     _introduce(ctx, run, reply, address, first)
     head = _believe_head(ctx, reply.head)
     ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag))
     return True
+
+
+def _go_on_alone(ctx: Context) -> None:
+    """The coordinator is away: if its run was joined before, its nodes have the weights and each other."""
+    if ctx.run is not None or not ctx.config.tree:
+        return
+    coordinators = [address.rpartition("/p2p/")[2] for address in ctx.config.addresses]
+    found = remembered.remembered_run(ctx.known, ctx.config.runs_path, coordinators)
+    if found is None or (ctx.approve is not None and not ctx.known.approved(found[1].run_id)):
+        return
+    ctx.coordinator, run = found
+    ctx.facts.coordinator = ctx.coordinator
+    _enter(ctx, run)
+    ctx.say(f"looking for the nodes of run {printable(run.spec.name)} that were here before")
 
 
 async def _agreed(ctx: Context, run: Run) -> bool:

@@ -16,6 +16,8 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         runs/<run id>/receipts.bin    signed verdicts (R16)
         runs/<run id>/pending/        signed submissions that are not acknowledged yet (R17)
         runs/<run id>/lease.bin       the lease at work, returned after a crash
+        runs/<run id>/run.bin         the signed spec, and
+        runs/<run id>/overlay.json    nodes met lately: what finds them while the coordinator is away
 """
 
 from __future__ import annotations
@@ -117,6 +119,10 @@ class NodeConfig:
         """Where viewers find the daemon (``barnraise.protocol.control`` copes with long paths)."""
         return self.data / "control.sock"
 
+    @property
+    def runs_path(self) -> Path:
+        return self.data / "runs"
+
     def run_path(self, run_id: bytes) -> Path:
         """The folder of one run; 16 hex digits name it, which is enough to keep runs apart."""
-        return self.data / "runs" / run_id.hex()[:16]
+        return self.runs_path / run_id.hex()[:16]

@@ -1,7 +1,8 @@
 """Which key every coordinator showed us, and which runs the volunteer agreed to.
 
 Trust on first use: whoever answers at a known coordinator identity with a run signed
-by another key is refused, and the person decides.
+by another key is refused, and the person decides. The run served last is remembered,
+so that its nodes are found while the coordinator is away (``barnraise.node.remembered``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MAX_ENTRIES = 1000
 class _Known(msgspec.Struct):
     operators: dict[str, str] = {}  # coordinator's peer id -> run key, hex
     approved: list[str] = []  # run ids, hex
+    runs: dict[str, str] = {}  # coordinator's peer id -> the run it served last, id in hex
 
 
 class KnownRuns:
@@ -57,6 +59,22 @@ class KnownRuns:
                 f"remove {peer_id} from {self._path}"
             )
 
+    def operator_of(self, peer_id: str) -> bytes | None:
+        """The run key seen at this coordinator."""
+        return _bytes(self._known.operators.get(peer_id))
+
+    def run_of(self, peer_id: str) -> bytes | None:
+        """The id of the run that this coordinator served last, if it was joined."""
+        return _bytes(self._known.runs.get(peer_id))
+
+    def joined(self, peer_id: str, run_id: bytes) -> None:
+        """Remember which run this coordinator serves."""
+        if self.run_of(peer_id) != run_id:
+            while len(self._known.runs) >= MAX_ENTRIES:
+                self._known.runs.pop(next(iter(self._known.runs)))
+            self._known.runs[peer_id] = run_id.hex()
+            self._save()
+
     def approved(self, run_id: bytes) -> bool:
         """Whether the person agreed to this run before."""
         return run_id.hex() in self._known.approved
@@ -69,3 +87,10 @@ class KnownRuns:
 
     def _save(self) -> None:
         write_durably(self._path, msgspec.json.format(msgspec.json.encode(self._known)) + b"\n")
+
+
+def _bytes(text: str | None) -> bytes | None:
+    try:
+        return None if text is None else bytes.fromhex(text)
+    except ValueError:
+        return None

@@ -11,8 +11,9 @@ import trio
 
 from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.context import Context
+from barnraise.node.remembered import load_contacts, save_contacts
 from barnraise.node.weights import SwarmFetcher
-from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import Acknowledged, PeerReport, Signed
@@ -21,6 +22,7 @@ from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.wire import printable
 
 _LOOK_S = 1.0
+_REMEMBER_S = 300.0
 _QUIET = frozenset({"starved", "timeout", "trickle", "unasked", "flood", "lied"})  # ordinary on bad links
 
 log = logging.getLogger("barnraise.node.overlay")
@@ -54,6 +56,7 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
         on_head=lambda head, manifest: believe(head),
         on_report=report,
         on_change=ctx.changed.set,
+        known=load_contacts(ctx.config.run_path(run.run_id)),
     )
     ctx.treecast = TreecastFetcher(gossiper, beside)
     ctx.entered.set()
@@ -87,12 +90,28 @@ async def take_part(ctx: Context) -> None:
     now = most
     async with trio.open_nursery() as nursery:
         nursery.start_soon(gossiper.run)
+        nursery.start_soon(_remember, ctx, gossiper)
         while True:
             slots = 0 if ctx.state.held is not None else ctx.limits.up.streams(most)
             if slots != now:
                 now = slots
                 gossiper.serve(slots)
             await trio.sleep(_LOOK_S)
+
+
+async def _remember(ctx: Context, gossiper: Gossiper) -> None:
+    """Keep on disk who is about, as it changes; the coordinator is known anyway."""
+    folder = ctx.config.run_path(ctx.joined().run_id)
+    kept = set(load_contacts(folder))
+    pause = _LOOK_S  # a node that has just come knows more within seconds
+    while True:
+        await trio.sleep(pause)
+        pause = min(2 * pause, _REMEMBER_S)
+        found = [contact for contact in gossiper.contacts() if contact.peer_id != ctx.coordinator]
+        if found and set(found) != kept:  # nobody here is no reason to forget everybody
+            kept = set(found)
+            with suppress(StorageError):  # a full disk is said where it matters
+                save_contacts(folder, found)
 
 
 def settled(ctx: Context, head: Signed) -> None:

@@ -77,6 +77,7 @@ class Gossiper:
         on_head: told of heads seen for the first time, checked.
         on_report: told of ``Report`` effects and of bans: code, peer, text.
         on_change: told when what ``state`` shows may have changed.
+        known: contacts remembered from an earlier start.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Gossiper:
         on_change: Callable[[], None] = lambda: None,
         views: ViewConfig | None = None,
         transfer: TransferConfig | None = None,
+        known: Iterable[Contact] = (),
     ) -> None:
         addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)[:16]
         me = Contact(peer_id=network.peer_id, addresses=addresses)
@@ -118,6 +120,7 @@ class Gossiper:
         self._wake = trio.Event()
         self._planned = math.inf
         self._traffic = ShardTraffic(self)
+        self._known = tuple(known)
 
     # --- life
 
@@ -128,7 +131,7 @@ class Gossiper:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self.do(self.core.start(trio.current_time()))
+                self.do(self.core.start(trio.current_time(), self._known))
                 nursery.start_soon(self._keep_time)
                 nursery.start_soon(self._sweep)
                 for task, arguments in self._early:
@@ -144,6 +147,11 @@ class Gossiper:
         """Whether there is no neighbour, and none is being asked."""
         views = self.core.views
         return self._nursery is None or not (views.active or views.pending or self._dialling)
+
+    def contacts(self) -> list[Contact]:
+        """Neighbours, then others that were heard of: what to remember for the next start."""
+        views = self.core.views
+        return [*views.active.values(), *views.passive.values()]
 
     def serve(self, slots: int) -> None:
         """Upload at most ``slots`` shards at a time from now on (0: none)."""

@@ -6,15 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 from cheats import Paced
-from swarm_support import make_model, swarming
+from gossip_support import OPERATOR, SPEC
+from swarm_support import Member, make_model, swarming
 
 from barnraise.coordinator import origin
 from barnraise.coordinator.origin import Origin
+from barnraise.node.known import KnownRuns
+from barnraise.node.link import Run
+from barnraise.node.remembered import MOST, load_contacts, remembered_run, save_contacts, save_run
 from barnraise.protocol import shards as shards_module
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.runid import run_id
+from barnraise.protocol.tree_messages import Contact
 
 Clock = trio.testing.MockClock
 
@@ -87,6 +96,66 @@ class _Other:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+
+async def test_a_restarted_node_finds_the_others_and_their_versions_while_the_coordinator_is_away(
+    tmp_path: Path, model: Path, autojump_clock: Clock
+) -> None:
+    async with swarming(tmp_path, model, versions=60) as swarm:
+        one, two = [await swarm.join(name, Paced(6.0)) for name in ("one", "two")]
+        await swarm.until(lambda: min(one.tree["have_version"], two.tree["have_version"]) >= 1)
+        await trio.sleep(5)
+        one.scope.cancel()
+        await one.ended.wait()
+        away = one.tree["have_version"]
+        boss = swarm.run.identity.peer_id
+        swarm.memory.partition(boss, one.peer_id)
+        again = Member("one", one.identity, Paced(6.0), one.data)
+        again.handle = await swarm.nursery.start(swarm._live, again, 0)
+        await swarm.until(lambda: again.tree["have_version"] > away)
+        assert not again.tree["connected"]
+        assert [link["peer"] for link in again.tree["tree"]["neighbours"]] == [two.peer_id]
+        swarm.memory.heal(boss, one.peer_id)
+        await swarm.until(lambda: bool(again.tree["connected"]))
+
+
+def test_what_was_remembered_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    contacts = [Contact(peer_id=f"peer-{n}", addresses=(f"/ip4/10.0.0.{n}/tcp/1",)) for n in range(1, 100)]
+    save_contacts(tmp_path, [Contact(peer_id="dials-out", addresses=()), *contacts])
+    assert load_contacts(tmp_path) == contacts[:MOST]
+    good = (tmp_path / "overlay.json").read_bytes()
+    for damaged in (
+        b"",
+        good[:-9],
+        good.replace(b'"format":1', b'"format":2'),
+        good.replace(b"peer-1", b"p" * 97),
+        b'{"format":1,"contacts":[{"peer_id":"a","addresses":[],"more":1}]}',
+        b" " * 600_000 + good,
+        b"[" * 100_000,
+    ):
+        (tmp_path / "overlay.json").write_bytes(damaged)
+        assert load_contacts(tmp_path) == []
+    assert load_contacts(tmp_path / "nowhere") == []
+
+
+def test_a_remembered_run_is_only_believed_with_the_key_and_the_id_that_were_seen(tmp_path: Path) -> None:
+    signed = sign(SPEC, OPERATOR)
+    known = KnownRuns(tmp_path / "known.json")
+    known.check("boss", SPEC.operator)
+    known.joined("boss", run_id(signed))
+    folder = tmp_path / run_id(signed).hex()[:16]
+    assert remembered_run(known, tmp_path, ["boss"]) is None  # nothing on disk
+    save_run(folder, signed)
+    again = KnownRuns(tmp_path / "known.json")
+    assert remembered_run(again, tmp_path, ["stranger", "boss"]) == ("boss", Run(SPEC, run_id(signed)))
+    other = Identity.generate()
+    for forged in (
+        msgspec.structs.replace(signed, signature=bytes(64)),
+        sign(msgspec.structs.replace(SPEC, operator=other.public_key), other),
+        sign(msgspec.structs.replace(SPEC, name="another"), OPERATOR),
+    ):
+        save_run(folder, forged)
+        assert remembered_run(again, tmp_path, ["boss"]) is None
 
 
 async def test_what_the_operator_may_choose() -> None:
