@@ -138,7 +138,7 @@ class JointTrainer:
 def evaluate(
     model: nn.Module, batches: Iterable[Tensor], compute_dtype: torch.dtype = torch.float32
 ) -> float:
-    """Mean next-token loss (nats per token) over ``batches`` of equal shape; its exponential is perplexity."""
+    """Mean next-token loss (nats per token) over equally shaped ``batches``; exp of it is perplexity."""
     device = next(model.parameters()).device
     losses = [float(next_token_loss(model, batch.to(device), compute_dtype)) for batch in batches]
     return sum(losses) / len(losses)
