@@ -1,0 +1,71 @@
+"""Performs attacks and counts: what the tests and ``benchmarks/verification.py`` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from attacks import claims, draws, leases, weights  # noqa: F401  each registers its attacks
+from attacks.registry import ATTACKS, Attack
+from attacks.stage import Stage
+from barnraise.coordinator import presets
+
+
+class Stages:
+    """Stages by the precision of their run, made when first used."""
+
+    def __init__(self, folder: Path, model: str = "demo") -> None:
+        self._folder = folder
+        self._model = model
+        self._made: dict[str, Stage] = {}
+
+    def __getitem__(self, precision: str) -> Stage:
+        if precision not in self._made:
+            self._made[precision] = self._make(precision)
+        return self._made[precision]
+
+    def _make(self, precision: str) -> Stage:
+        from dataclasses import replace
+
+        preset = presets.demo() if self._model == "demo" else presets.smollm2()
+        settings = replace(preset, compute_dtype=precision)  # type: ignore[arg-type]
+        verify_in = "float32" if precision == "bfloat16" else None
+        (self._folder / precision).mkdir()
+        return Stage(self._folder / precision / "run", self._model, settings, verify_in)
+
+
+def perform(stage: Stage, attack: Attack, tries: int) -> dict[str, Any]:
+    """Perform ``attack`` as often as ``tries``, each time under a key of its own.
+
+    Returns:
+        ``caught`` and ``of`` (single submissions); ``median`` submissions until caught, the
+        tries read as one cheat's career after another, or None if it never was; ``checks``:
+        check -> how often; ``credit`` that the cheat earned per try; ``largest``: of those
+        that passed, the rewards they brought on average.
+    """
+    outcomes = []
+    for number in range(tries):
+        me = stage.join(f"{attack.name} {number}")
+        outcomes.append(attack.perform(stage, me, Random(number)))
+    checks: dict[str, int] = {}
+    careers, length = [], 0
+    for outcome in outcomes:
+        length += 1
+        if not outcome.accepted:
+            checks[outcome.check] = checks.get(outcome.check, 0) + 1
+            careers.append(length)
+            length = 0
+    passed = [outcome for outcome in outcomes if outcome.accepted]
+    return {
+        "caught": len(careers),
+        "of": tries,
+        "median": median(careers) if careers else None,
+        "checks": dict(sorted(checks.items(), key=lambda item: -item[1])),
+        "credit": sum(outcome.credit for outcome in passed) / tries,
+        "reward": sum(outcome.reward for outcome in passed) / len(passed) if passed else 0.0,
+    }
+
+
+__all__ = ["ATTACKS", "Stages", "perform"]
