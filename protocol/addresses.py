@@ -35,3 +35,22 @@ def parse_address(address: str) -> tuple[str, int, str]:
         text = printable(str(error), 200)
         raise PeerError(f"{shown!r} cannot be dialled ({text}); an address looks like {EXAMPLE}") from error
     return host, int(port), peer_id
+
+
+def parse_circuit(address: str) -> tuple[str, str] | None:
+    """Split ``<relay's address>/p2p-circuit/p2p/PEER`` into the relay's address and the peer id.
+
+    None for an address that goes through no relay.
+
+    Raises:
+        PeerError: it goes through one and is malformed.
+    """
+    relay, found, target = address.strip().rstrip("/").partition("/p2p-circuit/p2p/")
+    if not found:
+        return None
+    parse_address(relay)
+    try:
+        public_key_of(target)
+    except MalformedError as error:
+        raise PeerError(f"{printable(address, 120)!r} names no node behind its relay: {error}") from error
+    return relay, target

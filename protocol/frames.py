@@ -29,6 +29,7 @@ from barnraise.protocol.messages import (
     ShardRequest,
     SubmitRequest,
 )
+from barnraise.protocol.reach_messages import REACH_FRAMES
 from barnraise.protocol.tree_messages import TREE_FRAMES
 
 _SMALL = 8 * 1024
@@ -58,6 +59,7 @@ FRAMES: tuple[Frame, ...] = (
     Frame(40, ShardRequest, 128, "plain"),
     Frame(41, ShardReply, 64, "plain"),
     *TREE_FRAMES,
+    *REACH_FRAMES,
 )
 
 FRAME_BY_CODE: dict[int, Frame] = {frame.code: frame for frame in FRAMES}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -33,12 +34,14 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from barnraise.protocol.addresses import parse_address
+from barnraise.protocol.addresses import parse_address, parse_circuit
+from barnraise.protocol.circuit import Circuits
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
+from barnraise.protocol.libp2p_dial import open_from, open_tcp, reserve_port
 from barnraise.protocol.libp2p_listen import MAX_ADDRESSES, dialable, listen_on
 from barnraise.protocol.libp2p_log import quiet_libp2p
-from barnraise.protocol.libp2p_stream import CountedStream, Libp2pStream, OnlyGuardedYamux
+from barnraise.protocol.libp2p_stream import CircuitStream, CountedStream, Libp2pStream, OnlyGuardedYamux
 from barnraise.protocol.network import Handler, Way
 from barnraise.protocol.yamux import GuardedStream, GuardedYamux
 
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
 DIAL_BACK_S = 5.0
+PUNCH_TRY_S = 2.5
 HANDSHAKE_TIMEOUT_S = 5.0  # inbound: from the first byte to a multiplexed connection
 OPEN_TIMEOUT_S = 10.0
 NEGOTIATION_TIMEOUT_S = 5
@@ -99,6 +103,8 @@ class Libp2pNetwork:
         self._addresses: tuple[str, ...] = ()
         self._known: OrderedDict[str, list[str]] = OrderedDict()
         self._dials: dict[str, trio.Lock] = {}
+        self._source: int | None = None  # the port that connections leave from, if it is fixed
+        self.circuits: Circuits | None = None
         self._half_open: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
         self.bytes_in = 0
@@ -142,17 +148,23 @@ class Libp2pNetwork:
     async def connect(self, address: str) -> str:
         """Connect to ``.../tcp/<port>/p2p/<peer id>`` and return the peer id proven there.
 
+        ``<such an address>/p2p-circuit/p2p/<peer id>`` goes through that relay.
+
         Raises:
             PeerError: not such an address, unreachable, timed out, or another peer answered.
         """
-        host, port, peer_id = parse_address(address)
+        circuit = parse_circuit(address)
+        host, port, peer_id = parse_address(address) if circuit is None else ("", 0, circuit[1])
         if peer_id == self._peer_id:
             raise PeerError(f"{address} is this very host")
         turn = self._dials.setdefault(peer_id, trio.Lock())
         try:
             async with turn:
                 if self._connection(peer_id) is None:
-                    await self._dial(address, host, port, peer_id)
+                    if circuit is None:
+                        await self._dial(address, host, port, peer_id)
+                    else:
+                        await self._dial_through(circuit[0], peer_id)
         finally:
             if not turn.statistics().tasks_waiting and not turn.locked():
                 self._dials.pop(peer_id, None)
@@ -173,7 +185,7 @@ class Libp2pNetwork:
             if connection is None:
                 raise PeerError(f"not connected to {peer_id}")
             try:
-                return await self._open_on(connection, peer_id, protocol)
+                return await self.open_on(connection, peer_id, protocol)
             except PeerError:
                 if attempt == 2 or not connection.event_shutting_down.is_set():
                     raise
@@ -231,7 +243,8 @@ class Libp2pNetwork:
                 return mapped or ip, muxed.remote[1]
         return None
 
-    async def _open_on(self, connection: GuardedYamux, peer_id: str, protocol: str) -> Libp2pStream:
+    async def open_on(self, connection: GuardedYamux, peer_id: str, protocol: str) -> Libp2pStream:
+        """Open a stream on one connection; PeerError if that does not work."""
         stream: GuardedStream | None = None
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
@@ -260,7 +273,8 @@ class Libp2pNetwork:
         found = []
         for connection in reversed(connections):
             muxed = connection.muxed_conn
-            if isinstance(muxed, GuardedYamux) and muxed.is_established and not connection.is_closed:
+            live = isinstance(muxed, GuardedYamux) and muxed.is_established and not connection.is_closed
+            if live and muxed.usable:
                 found.append(muxed)
         return sorted(found, key=lambda muxed: muxed.way == "relayed")
 
@@ -293,7 +307,7 @@ class Libp2pNetwork:
         tcp: trio.SocketStream | None = None
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
-                tcp = await trio.open_tcp_stream(host, port)
+                tcp = await open_tcp(host, port, self._source)
                 raw = RawConnection(CountedStream(tcp, self), True)
                 await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
         except trio.TooSlowError as error:
@@ -308,6 +322,67 @@ class Libp2pNetwork:
         except BaseException:
             await _drop(tcp)
             raise
+
+    # --- ways around NAT, for ``barnraise.protocol.circuit``
+
+    async def _dial_through(self, relay_address: str, peer_id: str) -> None:
+        if self.circuits is None:
+            raise PeerError(f"{peer_id} is behind a relay, and this host uses none")
+        relay = await self.connect(relay_address)
+        try:
+            await self.circuits.dial(relay, peer_id)
+        except MalformedError as error:
+            raise PeerError(f"cannot reach {peer_id} through {relay}: {error}") from error
+
+    async def adopt(self, stream: Libp2pStream, peer_id: str, *, initiator: bool, bulk: bool) -> GuardedYamux:
+        """Make a connection to ``peer_id`` out of a stream through a relay.
+
+        Raises:
+            PeerError: the handshake failed, or somebody else is at the other end.
+        """
+        muxed = await self._upgrade(RawConnection(cast(Any, CircuitStream(stream)), initiator), peer_id)
+        muxed.way, muxed.usable = "relayed", bulk
+        return muxed
+
+    async def punch(self, peer_id: str, host: str, port: int, *, initiator: bool) -> None:
+        """Connect to ``host`` while it connects to us. One side is the ``initiator`` of what follows.
+
+        Raises:
+            PeerError: no connection, the handshake failed, or somebody else is there.
+        """
+        if self._source is None:
+            raise PeerError("this host has no fixed port to punch from")
+        tcp: trio.SocketStream | None = None
+        try:
+            with trio.fail_after(PUNCH_TRY_S):
+                tcp = await open_from(self._source, host, port)
+            muxed = await self._upgrade(RawConnection(CountedStream(tcp, self), initiator), peer_id)
+        except (OSError, trio.TooSlowError) as error:
+            await _drop(tcp)
+            raise PeerError(_reason(error) if isinstance(error, OSError) else "no answer") from error
+        except BaseException:
+            await _drop(tcp)
+            raise
+        muxed.way = "hole-punched"
+
+    async def ended(self, muxed: GuardedYamux) -> None:
+        """Wait for the end of a connection."""
+        await muxed.event_closed.wait()
+
+    async def _upgrade(self, raw: RawConnection, peer_id: str) -> GuardedYamux:
+        try:
+            with trio.fail_after(HANDSHAKE_TIMEOUT_S):
+                if raw.is_initiator:
+                    made = await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
+                else:
+                    made = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr("/tcp/0"))
+        except Exception as error:
+            raise PeerError(f"the handshake with {peer_id} failed: {_reason(error)}") from error
+        muxed: GuardedYamux = made.muxed_conn if raw.is_initiator else made
+        if str(muxed.peer_id) != peer_id:
+            await muxed.close()
+            raise PeerError(f"somebody else is there: {muxed.peer_id}")
+        return muxed
 
     async def _accept(self, tcp: trio.SocketStream) -> None:
         """Serve one inbound TCP connection to its end. Never raises but on cancellation."""
@@ -362,15 +437,23 @@ class Libp2pNetwork:
 
 @asynccontextmanager
 async def open_libp2p(
-    identity: Identity, listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    identity: Identity, listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",), *, circuits: bool = False
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host with ``identity``, listening on ``listen`` (multiaddrs; empty: dial only).
+
+    With ``circuits`` it can be reached, and reaches others, by relays and hole punching
+    (``barnraise.protocol.circuit``); its connections then all leave from one port.
 
     Raises:
         PeerError: an address is malformed, not ours, or its port is in use.
     """
     quiet_libp2p()
     network = Libp2pNetwork(identity)
+    holder: socket.socket | None = None
+    if circuits:
+        holder = reserve_port()
+        network._source = int(holder.getsockname()[1])
+        network.circuits = Circuits(network)
     listeners: list[trio.SocketListener] = []
     failure: Exception | None = None
     try:
@@ -392,6 +475,8 @@ async def open_libp2p(
                     await network._close()
                 nursery.cancel_scope.cancel()
     finally:
+        if holder is not None:
+            holder.close()
         for listener in listeners:
             with trio.CancelScope(shield=True):
                 await listener.aclose()

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 from msgspec import inspect
 
-from barnraise.protocol import corpus, frames, ledger, messages, pretrain, seeds, spec, tree_messages, wire
+from barnraise.protocol import (
+    corpus,
+    frames,
+    ledger,
+    messages,
+    pretrain,
+    reach_messages,
+    seeds,
+    spec,
+    tree_messages,
+    wire,
+)
 from barnraise.protocol.envelope import content_id, domain, open_signed, sign
 from barnraise.protocol.identity import Identity, fingerprint, peer_id_of
 from barnraise.protocol.merkle import MerkleLog, verify_consistency, verify_inclusion
@@ -143,6 +154,7 @@ def test_the_document_names_every_ledger_rule_and_protocol_id() -> None:
         messages.SHARD_PROTOCOL,
         tree_messages.TREE_PROTOCOL,
         tree_messages.BULK_PROTOCOL,
+        reach_messages.REACH_PROTOCOL,
     ):
         assert f"`{name}`" in text, name
 
