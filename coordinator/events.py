@@ -128,6 +128,94 @@ class VersionPublished(Struct, frozen=True, kw_only=True, tag=True):
     at_ms: int
 
 
+class AuditCommitted(Struct, frozen=True, kw_only=True, tag=True):
+    """A secret seed, known by its hash alone, decides from here on who is spared an audit."""
+
+    epoch: int
+    commitment: bytes
+    at_ms: int
+
+
+class AuditRevealed(Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing waits under an earlier seed any more: it is published."""
+
+    epoch: int
+    seed: bytes
+    at_ms: int
+
+
+class CreditClawedBack(Struct, frozen=True, kw_only=True, tag=True):
+    """Credit of unaudited work is void, because the audit of ``cause`` failed."""
+
+    submission_id: bytes
+    cause: bytes
+    at_ms: int
+
+
+class AppealFiled(Struct, frozen=True, kw_only=True, tag=True):
+    """A node wants a rejected submission verified again; its payload is on disk."""
+
+    submission_id: bytes
+    at_ms: int
+
+
+class AppealDecided(Struct, frozen=True, kw_only=True, tag=True):
+    """The fresh verdict on an appeal; fields as in ``SubmissionJudged``."""
+
+    submission_id: bytes
+    verdict: Verdict
+    rewards: tuple[float, ...]
+    tokens: int
+    credit: int
+    at_ms: int
+
+
+class CreditRestored(Struct, frozen=True, kw_only=True, tag=True):
+    """Credit that was clawed back counts again: the verdict on ``cause`` was overturned."""
+
+    submission_id: bytes
+    cause: bytes
+    at_ms: int
+
+
+class OffenceNoted(Struct, frozen=True, kw_only=True, tag=True):
+    """A node sent what only a forger sends."""
+
+    node: bytes
+    what: Literal["bad-signature", "wrong-signer"]
+    at_ms: int
+
+
+class NodeBanned(Struct, frozen=True, kw_only=True, tag=True):
+    """No work for a node until a moment; it ends by itself. ``by_rule``: not by the operator's hand."""
+
+    node: bytes
+    reason: str
+    until: int
+    by_rule: bool
+    at_ms: int
+
+
+class BanLifted(Struct, frozen=True, kw_only=True, tag=True):
+    """A ban ended early."""
+
+    node: bytes
+    reason: str
+    at_ms: int
+
+
+AuditEvent = (
+    AuditCommitted
+    | AuditRevealed
+    | CreditClawedBack
+    | AppealFiled
+    | AppealDecided
+    | CreditRestored
+    | OffenceNoted
+    | NodeBanned
+    | BanLifted
+)
+
 Event = (
     RunOpened
     | NodeJoined
@@ -140,7 +228,13 @@ Event = (
     | SubmissionsSkipped
     | VersionTrained
     | VersionPublished
+    | AuditEvent
 )
+
+
+class EventError(Exception):
+    """An event does not follow from the state: a defect of ours, or a damaged journal."""
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Event)

@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import assert_never
 
 from barnraise.coordinator.events import (
+    AppealDecided,
+    AppealFiled,
+    AuditCommitted,
+    AuditRevealed,
+    BanLifted,
     BatchFormed,
+    CreditClawedBack,
+    CreditRestored,
     Event,
     LeaseClosed,
     LeaseIssued,
     LeaseTimedOut,
+    NodeBanned,
     NodeJoined,
+    OffenceNoted,
     RunOpened,
     SubmissionJudged,
     SubmissionsSkipped,
@@ -32,8 +41,9 @@ from barnraise.protocol.envelope import sign
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger_file import write_ledger
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Signed, TreeHead
+from barnraise.protocol.messages import Signed, TreeHead, Verdict
 from barnraise.protocol.runid import run_id
+from barnraise.protocol.standing import CLAWED_BACK, RESTORED
 
 
 def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
@@ -86,10 +96,88 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             )
         case VersionPublished():
             return ledger.VersionPublished(at_ms=event.at_ms, version=event.version, manifest=event.manifest)
+        case AuditCommitted():
+            return ledger.AuditCommitted(at_ms=event.at_ms, epoch=event.epoch, commitment=event.commitment)
+        case AuditRevealed():
+            return ledger.AuditRevealed(at_ms=event.at_ms, epoch=event.epoch, seed=event.seed)
+        case CreditClawedBack() | CreditRestored():
+            return _moved(state, event)
+        case AppealFiled() | AppealDecided():
+            return _appeal(state, event)
+        case NodeBanned():
+            return ledger.NodeBanned(
+                at_ms=event.at_ms, node=event.node, reason=event.reason, until=event.until
+            )
+        case BanLifted():
+            return ledger.BanLifted(at_ms=event.at_ms, node=event.node, reason=event.reason)
+        case OffenceNoted():
+            return None
         case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained():
             return None
         case _:
             assert_never(event)
+
+
+def _moved(state: State, event: CreditClawedBack | CreditRestored) -> ledger.LedgerEntry:
+    """Credit taken back or given again, with the evidence that its receipt carries."""
+    cause = state.submissions.get(event.cause)
+    if cause is None:
+        raise EventError("credit moves because of a submission that is not known")
+    back = isinstance(event, CreditClawedBack)
+    held = state.nodes[cause.lease.node].audit.owed if back else cause.voided
+    item = held.get(event.submission_id)
+    if item is None:
+        raise EventError("no such credit is there to be moved")
+    kind = ledger.ClawedBack if back else ledger.Restored
+    return kind(
+        at_ms=event.at_ms,
+        lease_id=item.lease_id,
+        submission_id=event.submission_id,
+        node=cause.lease.node,
+        cause=event.cause,
+        credit=item.credit,
+        evidence=ledger.evidence_of(moved_verdict(event, item.credit)),
+    )
+
+
+def moved_verdict(event: CreditClawedBack | CreditRestored, credit: int) -> Verdict:
+    """What the receipt of voided (or restored) work says."""
+    back = isinstance(event, CreditClawedBack)
+    cause = event.cause.hex()
+    return Verdict(
+        accepted=not back,
+        check=CLAWED_BACK if back else RESTORED,
+        threshold=0.0,
+        value=float(credit),
+        position=f"submission {cause}",
+        message=(
+            "this work was accepted without the model's checks, and the next one that was checked failed "
+            f"({cause[:16]}): the credit of everything since the last passed check is void"
+            if back
+            else f"the failed check of {cause[:16]} was overturned on appeal: this credit counts again"
+        ),
+    )
+
+
+def _appeal(state: State, event: AppealFiled | AppealDecided) -> ledger.LedgerEntry:
+    item = state.submissions.get(event.submission_id)
+    if item is None:
+        raise EventError(f"submission {event.submission_id.hex()} is not known")
+    terms = item.lease
+    if isinstance(event, AppealFiled):
+        return ledger.Appealed(
+            at_ms=event.at_ms, lease_id=terms.lease_id, submission_id=event.submission_id, node=terms.node
+        )
+    return ledger.Reviewed(
+        at_ms=event.at_ms,
+        lease_id=terms.lease_id,
+        submission_id=event.submission_id,
+        node=terms.node,
+        accepted=event.verdict.accepted,
+        check=event.verdict.check,
+        credit=event.credit,
+        evidence=ledger.evidence_of(event.verdict),
+    )
 
 
 def entries_of(events: Iterable[Event], max_lag: int) -> Iterator[ledger.LedgerEntry]:

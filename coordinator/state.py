@@ -11,14 +11,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
+from typing import Literal
 
+from barnraise.coordinator.audit_fold import (
+    MAX_STRIKES,
+    apply_audit,
+    check_spared,
+    check_verdict,
+    note_verdict,
+    strike_pause_ms,
+)
 from barnraise.coordinator.events import (
     BatchFormed,
     Event,
+    EventError,
     LeaseClosed,
     LeaseIssued,
     LeaseTimedOut,
+    NodeBanned,
     NodeJoined,
     RunOpened,
     SubmissionJudged,
@@ -27,23 +37,22 @@ from barnraise.coordinator.events import (
     VersionPublished,
     VersionTrained,
 )
+from barnraise.coordinator.pool import enter_pool, leave_pool, usable_groups
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.messages import RolloutLease, Verdict
+from barnraise.protocol.standing import UNAUDITED, AuditRecord, Unproven
+
+__all__ = ["EventError", "State", "apply", "fold", "strike_pause_ms", "usable_groups"]
 
 # Settled work is remembered for this many versions beyond max_lag, so that a late
 # duplicate is recognised as one; older ones are refused as unknown leases.
 REMEMBERED_VERSIONS = 8
 DURATIONS_KEPT = 64
-MAX_STRIKES = 12
 # Giving work back is no offence; doing so again and again would be a way to choose one's tasks.
 UNFINISHED_FREE = 3
 
-SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale"]
-SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale"})
-
-
-class EventError(Exception):
-    """An event does not follow from the state: a defect of ours, or a damaged journal."""
+SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale", "void"]
+SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale", "void"})
 
 
 @dataclass(slots=True)
@@ -64,6 +73,13 @@ class Node:
     last_duration: int = 0  # ms from lease to submission
     last_verdict: Verdict | None = None
     named_at: int = 0
+    audit: AuditRecord = field(default_factory=AuditRecord)
+    offences: int = 0  # towards a ban
+    bans: int = 0
+    banned_until: int = 0
+    ban_reason: str = ""
+    ban_offences: int = 0  # that led to the ban in force
+    next_appeal_at: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +102,12 @@ class Submission:
     status: SubmissionStatus = "waiting"
     rewards: tuple[float, ...] = ()
     usable: int = 0
+    number: int = 0  # how many were submitted before it
+    epoch: int = -1  # the audit seed in force when it was submitted; -1: none
+    credit: int = 0
+    ended_streak: int | None = None  # the node's, if this was a failed audit
+    voided: dict[bytes, Unproven] = field(default_factory=dict)  # what was clawed back because of it
+    appealed: bool = False
 
 
 @dataclass(slots=True)
@@ -142,6 +164,13 @@ class State:
     accepted: int = 0
     rejected: int = 0
     rejections: dict[str, int] = field(default_factory=dict)
+    submitted: int = 0  # ever
+    spared: int = 0  # accepted without the model's checks
+    clawed_back: int = 0  # credit, what was restored taken off
+    epoch: int = -1  # the newest audit seed that was committed to
+    epochs: dict[int, int] = field(default_factory=dict)  # secret seeds -> submissions waiting under them
+    epoch_head: int = -1  # the head when the newest was committed to
+    appeals: dict[bytes, None] = field(default_factory=dict)  # open, oldest first
 
     @property
     def made(self) -> int:
@@ -192,24 +221,16 @@ def apply(state: State, event: Event) -> None:
         case SubmissionsSkipped():
             _require(all(item in state.pool for item in event.submissions), "skipped work is not in the pool")
             for submission_id in event.submissions:
-                _leave_pool(state, submission_id, "skipped")
+                leave_pool(state, submission_id, "skipped")
         case VersionTrained():
             _trained(state, event)
         case VersionPublished():
             _published(state, event)
         case _:
-            assert_never(event)
-
-
-def usable_groups(rewards: tuple[float, ...], group_size: int) -> int:
-    """How many groups of ``group_size`` consecutive rewards differ within: those have an advantage."""
-    starts = range(0, len(rewards), group_size)
-    return sum(1 for at in starts if len(set(rewards[at : at + group_size])) > 1)
-
-
-def strike_pause_ms(strikes: int) -> int:
-    """How long a node with ``strikes`` waits for its next lease: 2 s, then doubling up to 68 min (R19)."""
-    return 1000 << min(strikes, MAX_STRIKES) if strikes else 0
+            apply_audit(state, event)
+            if isinstance(event, NodeBanned):
+                for lease_id in state.nodes[event.node].leases:
+                    _release(state, state.leases[lease_id])
 
 
 def _require(condition: bool, text: str) -> None:
@@ -238,14 +259,6 @@ def _release(state: State, lease: Lease) -> None:
         lease.timed_out = True
         state.free_units.append(lease.terms.unit_id)
         _count(state.lent, lease.terms.policy_version, -lease.terms.prompts)
-
-
-def _leave_pool(state: State, submission_id: bytes, status: SubmissionStatus) -> None:
-    item = state.submissions[submission_id]
-    del state.pool[submission_id]
-    state.pool_groups -= item.lease.prompts
-    state.pool_usable -= item.usable
-    item.status = status
 
 
 def _close_lease(state: State, lease: Lease, why: str) -> None:
@@ -291,7 +304,13 @@ def _submitted(state: State, event: Submitted) -> None:
     elif terms.unit_id in state.free_units:
         state.free_units.remove(terms.unit_id)  # back in time after all: nobody needs to redo it
     _close_lease(state, lease, "used")
-    state.submissions[event.submission_id] = Submission(event.submission_id, terms, event.size, event.at_ms)
+    epoch = state.epoch if state.epoch in state.epochs else -1
+    state.submissions[event.submission_id] = Submission(
+        event.submission_id, terms, event.size, event.at_ms, number=state.submitted, epoch=epoch
+    )
+    state.submitted += 1
+    if epoch >= 0:
+        state.epochs[epoch] += 1
     state.waiting[event.submission_id] = None
     _count(state.unjudged, terms.policy_version, terms.prompts)
     state.waiting_bytes += event.size
@@ -312,35 +331,29 @@ def _judged(state: State, event: SubmissionJudged) -> None:
         "accepted without a reward for each rollout",
     )
     node = state.nodes[terms.node]
+    check_verdict(event)
+    _require(not node.audit.owed, "credit is owed since this node's last failed audit: claw it back first")
+    if verdict.check == UNAUDITED:
+        check_spared(state, node, submission)
     node.unjudged -= 1
     node.last_verdict = verdict
     del state.waiting[event.submission_id]
     state.waiting_bytes -= submission.size
     _count(state.unjudged, terms.policy_version, -terms.prompts)
+    if submission.epoch >= 0:
+        state.epochs[submission.epoch] -= 1
+    note_verdict(node, submission, event)
     if verdict.accepted:
-        submission.rewards = event.rewards
-        submission.usable = usable_groups(event.rewards, terms.group_size)
         state.accepted += 1
+        state.spared += 1 if verdict.check == UNAUDITED else 0
         node.accepted += 1
-        node.credit += event.credit
-        node.strikes = max(0, node.strikes - 1)
-        node.quiet_until = min(node.quiet_until, event.at_ms + strike_pause_ms(node.strikes))
-        if state.made - terms.policy_version > state.max_lag:
-            submission.status = "stale"
-        else:
-            submission.status = "accepted"
-            state.pool[event.submission_id] = None
-            state.pool_groups += terms.prompts
-            state.pool_usable += submission.usable
+        enter_pool(state, submission, event.rewards)
         return
     submission.status = "rejected"
     state.rejected += 1
     state.rejections[verdict.check] = state.rejections.get(verdict.check, 0) + 1
     state.free_units.append(terms.unit_id)
     node.rejected += 1
-    if not event.blameless:
-        node.strikes = min(MAX_STRIKES, node.strikes + 1)
-        node.quiet_until = event.at_ms + strike_pause_ms(node.strikes)
 
 
 def _batch_formed(state: State, event: BatchFormed) -> None:
@@ -350,7 +363,7 @@ def _batch_formed(state: State, event: BatchFormed) -> None:
         all(item in state.pool for item in event.submissions), "batch takes work that is not in the pool"
     )
     for submission_id in event.submissions:
-        _leave_pool(state, submission_id, "training")
+        leave_pool(state, submission_id, "training")
     state.batch = event
     state.last_batch_groups = event.groups
 
@@ -394,14 +407,14 @@ def _published(state: State, event: VersionPublished) -> None:
 def _drop_stale(state: State) -> None:
     oldest = state.made - state.max_lag
     for submission_id in [key for key in state.pool if state.submissions[key].lease.policy_version < oldest]:
-        _leave_pool(state, submission_id, "stale")
+        leave_pool(state, submission_id, "stale")
 
 
 def _forget(state: State, before: int) -> None:
     for submission_id in [
         key
         for key, item in state.submissions.items()
-        if item.status in SETTLED and item.lease.policy_version < before
+        if item.status in SETTLED and item.lease.policy_version < before and key not in state.appeals
     ]:
         del state.submissions[submission_id]
     for lease_id in [key for key, (_, version) in state.closed.items() if version < before]:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import random
+from hashlib import sha256
+
+import msgspec
 
 from barnraise.coordinator.events import (
+    AppealDecided,
+    AppealFiled,
+    AuditCommitted,
+    AuditRevealed,
+    BanLifted,
     BatchFormed,
+    CreditClawedBack,
+    CreditRestored,
     Event,
     LeaseClosed,
     LeaseIssued,
     LeaseTimedOut,
+    NodeBanned,
     NodeJoined,
+    OffenceNoted,
     RunOpened,
     SubmissionJudged,
     SubmissionsSkipped,
@@ -20,9 +32,11 @@ from barnraise.coordinator.events import (
 )
 from barnraise.coordinator.state import State, apply
 from barnraise.protocol.messages import RolloutLease, Verdict
+from barnraise.protocol.standing import UNAUDITED, UNVERIFIABLE, commitment_of
 
 RUN_ID = b"r" * 32
 MAX_LAG = 1
+SEED = b"a secret"
 
 
 def verdict(accepted: bool, check: str = "toploc") -> Verdict:
@@ -54,18 +68,76 @@ def lease_for(
     )
 
 
-def judged(state: State, submission_id: bytes, rng: random.Random, now: int) -> SubmissionJudged:
-    good = rng.random() < 0.7
+def judged(
+    state: State, submission_id: bytes, rng: random.Random, now: int, honesty: float = 0.7
+) -> SubmissionJudged:
+    good = rng.random() < honesty
     rewards = tuple(float(rng.randint(0, 1)) for _ in range(4)) if good else ()
+    blameless = not good and rng.random() < 0.2
+    said = verdict(good, UNVERIFIABLE if blameless else "toploc")
+    item = state.submissions[submission_id]
+    record = state.nodes[item.lease.node].audit
+    if good and item.epoch in state.epochs and record.proven and record.rate_ppm < 1_000_000:
+        said = msgspec.structs.replace(said, check=UNAUDITED)
     return SubmissionJudged(
         submission_id=submission_id,
-        verdict=verdict(good),
+        verdict=said,
         rewards=rewards,
         tokens=7 if good else 0,
         credit=7 if good else 0,
-        blameless=not good and rng.random() < 0.2,
+        blameless=blameless,
         at_ms=now,
     )
+
+
+def owed(state: State, now: int) -> CreditClawedBack | None:
+    """The claw-back that has to come before the next verdict on its node."""
+    for node in state.nodes.values():
+        for submission_id in node.audit.owed:
+            return CreditClawedBack(submission_id=submission_id, cause=node.audit.cause, at_ms=now)
+    return None
+
+
+def standing_events(state: State, rng: random.Random, now: int) -> list[Event]:
+    """Seeds, appeals, offences and bans that may follow."""
+    choices: list[Event] = []
+    if state.head >= 0:
+        seed = SEED + state.epoch.to_bytes(1, "big", signed=True)
+        choices.append(
+            AuditCommitted(epoch=state.epoch + 1, commitment=commitment_of(sha256(seed).digest()), at_ms=now)
+        )
+    for epoch, waiting in state.epochs.items():
+        if not waiting and epoch < state.epoch:
+            secret = sha256(SEED + (epoch - 1).to_bytes(1, "big", signed=True)).digest()
+            choices.append(AuditRevealed(epoch=epoch, seed=secret, at_ms=now))
+    rejected = [key for key, item in state.submissions.items() if item.status == "rejected"]
+    fresh = [key for key in rejected if not state.submissions[key].appealed]
+    if fresh:
+        choices.append(AppealFiled(submission_id=rng.choice(fresh), at_ms=now))
+    if state.appeals:
+        submission_id = rng.choice(list(state.appeals))
+        good = rng.random() < 0.5
+        choices.append(
+            AppealDecided(
+                submission_id=submission_id,
+                verdict=verdict(good, rng.choice(("toploc", UNVERIFIABLE))),
+                rewards=(0.0, 1.0, 0.0, 1.0) if good else (),
+                tokens=7 if good else 0,
+                credit=7 if good else 0,
+                at_ms=now,
+            )
+        )
+    for key, item in state.submissions.items():
+        if item.voided and item.ended_streak is None and item.appealed:
+            choices.append(CreditRestored(submission_id=next(iter(item.voided)), cause=key, at_ms=now))
+    if state.nodes:
+        node = rng.choice(list(state.nodes))
+        choices.append(OffenceNoted(node=node, what="bad-signature", at_ms=now))
+        choices.append(
+            NodeBanned(node=node, reason="x", until=now + 9, by_rule=rng.random() < 0.5, at_ms=now)
+        )
+        choices.append(BanLifted(node=node, reason="x", at_ms=now))
+    return choices
 
 
 def published(state: State, now: int) -> VersionPublished:
@@ -88,6 +160,10 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
     """Any event that may follow."""
     if not state.run_id:
         return RunOpened(run_id=RUN_ID, operator=b"o" * 32, at_ms=now)
+    if (due := owed(state, now)) is not None:
+        return due
+    if rng.random() < 0.15 and (standing := standing_events(state, rng, now)):
+        return rng.choice(standing)
     choices: list[Event] = [NodeJoined(node=rng.randbytes(1) * 32, name=f"n{rng.randint(0, 3)}", at_ms=now)]
     if state.head < 0:
         choices.append(published(state, now))

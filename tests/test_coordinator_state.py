@@ -243,7 +243,7 @@ def reject(state: State, submission_id: bytes, blameless: bool = False) -> None:
         state,
         SubmissionJudged(
             submission_id=submission_id,
-            verdict=verdict(False),
+            verdict=verdict(False, "unverifiable" if blameless else "toploc"),
             rewards=(),
             tokens=0,
             credit=0,
