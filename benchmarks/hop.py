@@ -1,6 +1,6 @@
 """One hop of treecast on loopback, as a fraction of what py-libp2p's bare stream carries.
 
-    python -m benchmarks.hop [--json] [--mebibytes 256] [--repeats 5]
+    python -m benchmarks.broadcast hop [--json] [--quick] [--mebibytes 256] [--repeats 5]
 
 Two processes each time. ``stock``: py-libp2p's own host, Noise and yamux, one stream,
 1 MiB writes, nothing done with the bytes. ``stream``: the same through this project's
@@ -246,18 +246,20 @@ def measure(mebibytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Run, print a line each, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(prog="benchmarks.broadcast hop")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="8 MiB, once: does it still run?")
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--child", nargs=3, metavar=("KIND", "ADDRESS", "MIB"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.child:
         child(options.child[0], options.child[1], int(options.child[2]))
         return
-    report = measure(options.mebibytes, options.repeats)
+    mebibytes, repeats = (8, 1) if options.quick else (options.mebibytes, options.repeats)
+    report = measure(mebibytes, repeats)
     if options.json:
         json.dump(report, sys.stdout, indent=2)
         print()
@@ -267,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.netns import QUEUE_MS, Lab, Shape, open_lab
+from benchmarks.relaysim import best_relays
 
 MIB = 1024 * 1024
 MEGABIT = 1e6 / 8
@@ -62,14 +63,6 @@ class Plan(NamedTuple):
             "origin": Shape(self.origin, self.origin),
             **{name: Shape(self.up, self.down) for name in self.names},
         }
-
-    def relays(self) -> int:
-        """How many of the nodes an HTTP tree of two levels uses best as relays, by arithmetic."""
-
-        def rough(count: int) -> float:
-            return max(count / self.origin, (self.nodes - count) / (count * self.up))
-
-        return min(range(1, self.nodes), key=rough)
 
     def bound_s(self) -> float:
         """Seconds that no scheme can beat, headers of packets not counted."""
@@ -152,12 +145,12 @@ def run(scheme: str, plan: Plan, seed: int) -> dict[str, Any]:
     Raises:
         RuntimeError: no laboratory can be built here, or somebody was not done in 20 times the bound.
     """
+    load = round(os.getloadavg()[0], 1)
     with scratch() as folder, open_lab(plan.shapes()) as lab:
         for name in ("origin", *plan.names):
             (folder / name).mkdir()
-        if scheme in ("star", "relay"):
-            return _http(scheme, plan, seed, lab, folder)
-        return _treecast(scheme, plan, seed, lab, folder)
+        how = _http if scheme in ("star", "relay") else _treecast
+        return {**how(scheme, plan, seed, lab, folder), "load_before": load}
 
 
 def _treecast(scheme: str, plan: Plan, seed: int, lab: Lab, folder: Path) -> dict[str, Any]:
@@ -193,7 +186,9 @@ def _treecast(scheme: str, plan: Plan, seed: int, lab: Lab, folder: Path) -> dic
         **row,
         "killed": killed,
         "origin_copies": round(after[0]["sent"] / (plan.mebibytes * MIB), 3),
-        "beside_fraction": round(sum(one["beside"] for one in done) / (len(live) * plan.mebibytes * MIB), 4),
+        "beside_fraction": round(
+            1 - sum(one["tree"] for one in done) / (len(live) * plan.mebibytes * MIB), 4
+        ),
         "wire_overhead": round(
             sum(b["bytes_in"] - a["bytes_in"] for a, b in zip(before[1 + killed :], after[1:], strict=True))
             / (len(live) * plan.mebibytes * MIB)
@@ -215,7 +210,7 @@ def _http(scheme: str, plan: Plan, seed: int, lab: Lab, folder: Path) -> dict[st
 
     origin = start("origin", 0, [])
     url = origin.wait("ready", 60)["url"]
-    relays = plan.names[: plan.relays()] if scheme == "relay" else []
+    relays = plan.names[: best_relays(plan.nodes, plan.up, plan.origin)] if scheme == "relay" else []
     urls = [f"http://{lab.address(name)}:{PORT}" for name in relays]
     nodes = [
         start(name, number, urls if urls and name not in relays else [url])

@@ -161,7 +161,7 @@ async def be_node(peer: Peer, network: Network) -> None:
                 nonlocal told
                 if done == total and not told:
                     told = True
-                    say("shards", beside=fetcher.sources[""])
+                    say("shards", tree=gossiper.lists.received[VERSION])
 
             await versions.ensure(signed, fetcher, progress)
             gossiper.lists.hold(manifest)
