@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,6 +55,22 @@ def short_id(peer_id: str) -> str:
 def emit_json(value: Any) -> None:
     """One JSON object on one line of stdout."""
     typer.echo(json.dumps(value, sort_keys=True, separators=(",", ":")))
+
+
+class Progress:
+    """Lines about long work: one when the subject changes, and one every few seconds while it goes on."""
+
+    def __init__(self) -> None:
+        self._subject = ""
+        self._shown = 0.0
+
+    def __call__(self, subject: str, fraction: float) -> None:
+        """``fraction`` of ``subject`` is done, 0 to 1."""
+        now = time.monotonic()
+        if subject == self._subject and now - self._shown < 5.0:
+            return
+        self._subject, self._shown = subject, now
+        typer.echo(f"{subject}{f' ({fraction:.0%})' if 0 < fraction < 1 else ''}")
 
 
 def size(count: float) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
-from barnraise.tui import coordinate, demo, doctor, join, keys, ledger, limits, runs, status, swarm
+from barnraise.tui import coordinate, data, demo, doctor, join, keys, ledger, limits, runs, status, swarm
 from barnraise.tui.console import examples
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="key")
 app.add_typer(limits.app, name="limits")
+app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("status", epilog=status.EXAMPLES)(status.status)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from barnraise.protocol.errors import RunFolderError
-from barnraise.tui.console import emit_json, examples, size
+from barnraise.tui.console import Progress, emit_json, examples, size
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
@@ -134,7 +134,7 @@ def init(
         )
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise typer.BadParameter(f"{model} holds no config.json, so no model", param_hint="--model")
-    progress = _Progress()
+    progress = Progress()
     progress(f"looking at the environment '{settings.environment.name}'", 0.0)
     build_environment(settings.environment)  # before the model, which may take minutes
     progress("loading torch and transformers", 0.0)
@@ -206,18 +206,3 @@ def _check_json(text: str) -> None:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--environment-settings") from error
     if not isinstance(value, dict):
         raise typer.BadParameter("must be a JSON object", param_hint="--environment-settings")
-
-
-class _Progress:
-    """A line when the subject changes, and one every few seconds while it goes on."""
-
-    def __init__(self) -> None:
-        self._subject = ""
-        self._shown = 0.0
-
-    def __call__(self, subject: str, fraction: float) -> None:
-        now = time.monotonic()
-        if subject == self._subject and now - self._shown < 5.0:
-            return
-        self._subject, self._shown = subject, now
-        typer.echo(f"{subject}{f' ({fraction:.0%})' if 0 < fraction < 1 else ''}")
