@@ -19,6 +19,7 @@ from barnraise.protocol.messages import (
     ReceiptPush,
     Signed,
 )
+from barnraise.protocol.reachability import announced
 
 MAX_SESSIONS = 16_384
 MAX_PER_PEER = 4
@@ -53,6 +54,7 @@ class Live:
     seen_at: int = 0
     replaced: bool = False
     reports: int = 0
+    reach: str = "unknown"  # how others reach it; see barnraise.protocol.reachability.Reach
 
 
 @dataclass(slots=True)
@@ -99,6 +101,13 @@ class Hub:
     def joined(self) -> Iterator[Live]:
         """Sessions that speak for their key."""
         return iter(self.by_key.values())
+
+    def reached(self, peer_id: str, observed: str, proven: tuple[str, ...], way: str) -> None:
+        """Others are sent to where this peer was dialled; ``way``: what it says of itself otherwise."""
+        for live in self.sessions:
+            if live.peer_id == peer_id:
+                live.addresses = announced(live.addresses, observed, proven)
+                live.reach = "direct" if proven else way or "outbound-only"
 
     def set_head(self, version: int, manifest: Signed) -> None:
         """Tell everybody of a new version."""

@@ -38,6 +38,7 @@ def run_from_folder(
     verifiers: int = 1,
     mirrors: Sequence[str] = (),
     upload_copies: float = 0.0,
+    relay_bytes_s: float = 0.0,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -47,7 +48,8 @@ def run_from_folder(
     object per line. ``verifiers`` is the number of verifier children, each with ``threads``
     threads; 0 means as many as the machine's accelerators, or cores, can feed.
     ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
-    ``upload_copies`` limits the upload (``barnraise.coordinator.origin``).
+    ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
+    is what the relay may carry (``run_coordinator``).
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -56,7 +58,8 @@ def run_from_folder(
     """
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
-            trio.run(_main, run, tuple(listen), threads, verifiers, tuple(mirrors), upload_copies)
+            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s)
+            trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
             error = _innermost(group)
             if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
@@ -75,10 +78,11 @@ async def _main(
     verifiers: int,
     mirrors: tuple[str, ...],
     upload_copies: float,
+    relay_bytes_s: float,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, run, listen, threads, verifiers, mirrors, upload_copies)
+            nursery.start_soon(_serve, run, listen, threads, verifiers, mirrors, upload_copies, relay_bytes_s)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -93,6 +97,7 @@ async def _serve(
     verifiers: int,
     mirrors: tuple[str, ...],
     upload_copies: float,
+    relay_bytes_s: float,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -107,6 +112,7 @@ async def _serve(
                 ChildLearner(setup, run.path / "learner.log"),
                 mirrors=mirrors,
                 upload_copies=upload_copies,
+                relay_bytes_s=relay_bytes_s,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())

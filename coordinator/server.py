@@ -44,6 +44,10 @@ from barnraise.protocol.messages import (
     Manifest,
 )
 from barnraise.protocol.network import Network
+from barnraise.protocol.reach_messages import REACH_PROTOCOL
+from barnraise.protocol.reachability import serve_reach
+from barnraise.protocol.relay import Relay, bulk
+from barnraise.protocol.relay_wire import HOP_PROTOCOL
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
 
@@ -74,6 +78,7 @@ async def run_coordinator(
     shard_size: int = MAX_SHARD,
     mirrors: tuple[str, ...] = (),
     upload_copies: float = 0.0,
+    relay_bytes_s: float = 0.0,
     serial_publishing: bool = False,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
@@ -88,6 +93,8 @@ async def run_coordinator(
         control: whether to serve the run folder's control socket.
         mirrors: base URLs of static file hosts, named in the manifests of versions to come.
         upload_copies: about how many copies of a version to send down the broadcast tree; 0: no limit.
+        relay_bytes_s: how fast to carry shards between nodes that nobody can dial, all of them
+            together, bytes/s; 0: only help them to punch holes.
         serial_publishing: have the learner wait while a version is published (to measure the difference).
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
@@ -126,6 +133,9 @@ async def run_coordinator(
                 network.set_handler(HELLO_PROTOCOL, answer_hello)
                 network.set_handler(SESSION_PROTOCOL, sessions.serve)
                 network.set_handler(SHARD_PROTOCOL, serve_shards(store))
+                relay = Relay(network, None if relay_bytes_s <= 0 else bulk(relay_bytes_s))
+                network.set_handler(HOP_PROTOCOL, relay.serve)
+                network.set_handler(REACH_PROTOCOL, serve_reach(network, relays=True, on_reach=hub.reached))
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)

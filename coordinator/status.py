@@ -111,6 +111,7 @@ def _node(node: Node, live: Live | None) -> dict[str, Any]:
         "node": node.key.hex(),
         "peer_id": peer_id_of(node.key),
         "state": live.state if live is not None else "away",
+        "reach": live.reach if live is not None else "",
         "engine": live.engine if live is not None else "",
         "have_version": live.have_version if live is not None else -1,
         "credit": node.credit,

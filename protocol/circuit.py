@@ -54,14 +54,6 @@ MAX_CALLS = 8  # circuits that others open to us at a time
 CALLS_PER_MINUTE = 30
 
 
-class Reservation:
-    """A place at a relay. ``seconds``: how long it lasts; ``bulk``: circuits may carry shards."""
-
-    def __init__(self, seconds: float, data: int, observed: str) -> None:
-        self.seconds, self.bulk = seconds, _is_bulk(data)
-        self.observed = observed
-
-
 class Circuits:
     """One host's circuits.
 
@@ -88,8 +80,10 @@ class Circuits:
 
     # --- being reached
 
-    async def reserve(self, relay: str) -> Reservation:
-        """Take or renew a place at a connected relay: it may call us from now on.
+    async def reserve(self, relay: str) -> tuple[float, bool]:
+        """Take or renew a place at a connected relay, which may call us from now on.
+
+        Returns how long that lasts (s), and whether its circuits carry shards.
 
         Raises:
             PeerError: it refuses, or is no relay.
@@ -100,7 +94,7 @@ class Circuits:
         seen = places(reply.peer.addrs)
         self.observed = f"/ip4/{seen[0][0]}/tcp/{seen[0][1]}" if seen else ""
         seconds = min(max(reply.reservation.expire - time.time(), 60.0), 3600.0)
-        return Reservation(seconds, int(reply.limit.data), self.observed)
+        return seconds, _is_bulk(reply.limit.data)
 
     async def _called(self, stream: Stream) -> None:
         """A relay offers a circuit from somebody; lasts as long as the circuit."""

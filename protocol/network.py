@@ -109,4 +109,25 @@ class Network(Protocol):
         """
 
 
+class Detours(Protocol):
+    """Ways around NAT that a network may have; see ``barnraise.protocol.circuit``.
+
+    Attributes:
+        punched, failed: hole punches since the start, and ``last_failure`` why.
+        relayed: connections through a relay that carried more than the arranging of one.
+    """
+
+    punched: int
+    failed: int
+    relayed: int
+    last_failure: str
+
+    async def reserve(self, relay: str) -> tuple[float, bool]:
+        """Let the connected peer ``relay`` call us; for how long (s), and whether it carries shards.
+
+        Raises:
+            PeerError, MalformedError: it does not.
+        """
+
+
 NetworkContext = AbstractAsyncContextManager[Network]

@@ -17,7 +17,7 @@ import trio
 
 from barnraise.protocol.bandwidth import Bucket, Pacer
 from barnraise.protocol.messages import SHARD_PROTOCOL
-from barnraise.protocol.network import Handler, Network, Stream, Way
+from barnraise.protocol.network import Detours, Handler, Network, Stream, Way
 from barnraise.protocol.tree_messages import BULK_PROTOCOL
 
 BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
@@ -162,6 +162,12 @@ class PacedNetwork:
     async def dial_back(self, peer_id: str, port: int) -> str:
         """Dial a connected peer anew at this port, and hang up."""
         return await self._network.dial_back(peer_id, port)
+
+    @property
+    def detours(self) -> Detours | None:
+        """Relays and hole punching, where the network below has them."""
+        found: Detours | None = getattr(self._network, "circuits", None)
+        return found
 
     def _paced(self, stream: Stream, protocol: str) -> PacedStream:
         return PacedStream(

@@ -56,6 +56,9 @@ class Reach(Struct, frozen=True):
         return f"{self.kind}: {self.reason}" + (f"; {self.cure}" if self.cure else "")
 
 
+UNASKED = Reach("unknown", "not asked yet")
+
+
 class Quota:
     """At most so many questions per key in ``WINDOW_S``; keeps no more than ``MAX_KNOWN`` keys."""
 

@@ -43,6 +43,7 @@ PARTS = (
     messages.Verdict,
     tree_messages.Contact,
     tree_messages.HeadMark,
+    reach_messages.PortReach,
     corpus.Corpus,
 )
 SIGNED = (

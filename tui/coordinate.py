@@ -52,6 +52,15 @@ def run(
         min=0.0,
         help="Upload about X copies of each version down the broadcast tree, such as 1.5; 0: no limit.",
     ),
+    relay: float = typer.Option(
+        0.0,
+        "--relay-mbit",
+        metavar="MBIT",
+        min=0.0,
+        max=100_000,
+        help="Carry shards between nodes behind NAT that cannot reach each other, all together at this "
+        "rate; 0: only help them to connect directly.",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
@@ -76,6 +85,7 @@ def run(
             verifiers=_verifier_count(verifiers),
             mirrors=tuple(mirror),
             upload_copies=upload_copies,
+            relay_bytes_s=relay * 125_000,
         )
     except PeerError as error:  # an address that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
