@@ -14,6 +14,7 @@ from barnraise.node import overlay
 from barnraise.node.clock import duration
 from barnraise.node.context import Context
 from barnraise.node.engine import Generated, OutOfMemory, Progress, Work
+from barnraise.node.fetching import in_words
 from barnraise.node.link import cause, open_lease
 from barnraise.node.model import (
     AlreadyAnswered,
@@ -61,6 +62,7 @@ from barnraise.protocol.messages import (
 )
 from barnraise.protocol.wire import printable
 
+FIRST_LINE_S = 2.0  # what is over sooner needs no progress
 PROGRESS_LINE_S = 5.0
 STALL_S = 30.0  # and the time that the slowest tolerated source needs for a shard
 SLOWEST_SOURCE = 16 * 1024  # bytes/s
@@ -76,32 +78,30 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
     assert ctx.fetcher is not None
     assert ctx.head is not None
     head, version = ctx.head, ctx.head_version  # maybe newer than what was decided: never older
+    fetcher = ctx.treecast or ctx.fetcher
     started = trio.current_time()
-    spoken = started
+    speak_at = started + FIRST_LINE_S
     transfer: Transfer | None = None
     patience = STALL_S + MAX_SHARD / SLOWEST_SOURCE
     scope.deadline = started + patience
 
     def progress(done: int, total: int) -> None:
-        nonlocal transfer, spoken
+        nonlocal transfer, speak_at
         now = trio.current_time()
         if transfer is None or transfer.total != total:  # patches first, whole files if those fail
             transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
         transfer.done = done
-        if ctx.treecast is not None:
-            transfer.sources = ctx.treecast.sources
+        transfer.sources = fetcher.came_from
         scope.deadline = now + patience
         ctx.changed.set()
-        if now - spoken >= PROGRESS_LINE_S:
-            spoken = now
-            ctx.say(
-                f"fetching version {version}: {done / MEGABYTE:.1f} of {total / MEGABYTE:.1f} MB, "
-                f"{transfer.rate(now) / MEGABYTE:.2f} MB/s"
-            )
+        if now >= speak_at:
+            speak_at = now + PROGRESS_LINE_S
+            shown = transfer.shown(now, ctx.coordinator)
+            ctx.say(f"fetching version {version}: {in_words(shown)}", fetch=shown)
 
     with scope:
         try:
-            await ctx.versions.ensure(head, ctx.treecast or ctx.fetcher, progress)
+            await ctx.versions.ensure(head, fetcher, progress)
         except BarnraiseError as error:
             ctx.say(f"version {version} could not be fetched: {error}", logging.WARNING)
             ctx.feed(FetchFailed(str(error), ctx.jitter()))
@@ -123,7 +123,10 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
     overlay.settled(ctx, head)
     elapsed = trio.current_time() - started
     size = 0 if transfer is None else transfer.total
-    ctx.say(f"fetched version {version}: {size / MEGABYTE:.1f} MB in {duration(elapsed * 1000)}")
+    ctx.say(
+        f"fetched version {version}: {size / MEGABYTE:.1f} MB in {duration(elapsed * 1000)}",
+        fetched={"version": version, "bytes": size, "seconds": round(elapsed, 3)},
+    )
     ctx.feed(FetchDone(version))
 
 

@@ -33,14 +33,13 @@ class TreecastFetcher:
     """``barnraise.node.weights.Fetcher`` by way of the tree.
 
     Attributes:
-        sources: bytes of the download under way, or the last one, by peer id; ``""`` is
-            what did not come down the tree.
+        came_from: bytes of the download under way, or the last one, by peer id or mirror's URL.
     """
 
     def __init__(self, gossiper: Gossiper, beside: SwarmFetcher) -> None:
         self.gossiper = gossiper
         self.beside = beside
-        self.sources: Counter[str] = Counter()
+        self.came_from: Counter[str] = Counter()
 
     async def fetch(
         self, manifest: Manifest, missing: Mapping[bytes, int], received: Callable[[int], None]
@@ -48,7 +47,7 @@ class TreecastFetcher:
         """See ``Fetcher.fetch``."""
         if not missing:
             return
-        self.sources = Counter()
+        self.came_from = self.beside.came_from = Counter()
         download = _Download(self, manifest, missing, received)
         try:
             await download.run()
@@ -65,7 +64,7 @@ class _Download:
         missing: Mapping[bytes, int],
         received: Callable[[int], None],
     ) -> None:
-        self.gossiper, self.beside, self.sources = owner.gossiper, owner.beside, owner.sources
+        self.gossiper, self.beside, self.came_from = owner.gossiper, owner.beside, owner.came_from
         self.manifest = manifest
         self.missing = dict(missing)
         self.received = received
@@ -125,7 +124,7 @@ class _Download:
             for digest in [digest for digest in some if digest in self.missing and has(digest)]:
                 self._got(digest, "")
 
-        await self.beside.fetch(self.manifest, some, arrived)
+        await self.beside.fetch_more(self.manifest, some, arrived)
         for digest in some:
             self._got(digest, "")
         for number in self.lists:
@@ -140,7 +139,8 @@ class _Download:
         size = self.missing.pop(digest, None)
         if size is None:
             return
-        self.sources[peer] += size
+        if peer:  # what came beside the tree is counted there
+            self.came_from[peer] += size
         self.received(size)
         self.changed.set()
 

@@ -83,6 +83,7 @@ class Context:
     fetcher: SwarmFetcher | None = None
     treecast: TreecastFetcher | None = None
     entered: trio.Event = field(default_factory=trio.Event)  # the run is known, its folders are open
+    reach_known: trio.Event = field(default_factory=trio.Event)  # facts.reach is more than a guess
     head: Signed | None = None  # the newest manifest, checked
     head_version: int = -1
     answered: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # leases, lately
@@ -104,10 +105,13 @@ class Context:
         """A number in [0, 1)."""
         return self.rng.random()
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
-        """Print a line; warnings and errors are also kept in the state tree."""
+    def say(self, text: str, level: int = logging.INFO, **data: Any) -> None:
+        """Print a line; warnings and errors are also kept in the state tree.
+
+        ``data``: what goes into the line besides where lines are JSON.
+        """
         self.spoke_at = trio.current_time()
-        log.log(level, "%s", text)
+        log.log(level, "%s", text, extra={"data": data})
         if level >= logging.WARNING:
             entry: dict[str, Any] = {
                 "at_ms": self.clock.wall_ms(),

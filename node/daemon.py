@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core, overlay
+from barnraise.node import actions, core, overlay, reach
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
 from barnraise.node.context import Approve, Context
 from barnraise.node.describe import sentence
 from barnraise.node.engine import Engine
+from barnraise.node.fetching import in_words
 from barnraise.node.known import KnownRuns
 from barnraise.node.model import (
     Action,
@@ -49,6 +50,7 @@ from barnraise.protocol.store import DiskStore
 
 SILENCE_S = 30.0  # no state lasts longer without a line (R3)
 QUIET_SILENCE_S = 600.0  # but a pause or a completed run was announced and is nobody's worry
+DOWNLOAD_SILENCE_S = 10.0  # while a download makes no progress
 SETTLED_S = 2.0  # what lasts less needs no line
 MAX_PAUSE_S = 366 * 86_400.0
 CLOSE_S = 5.0
@@ -172,6 +174,7 @@ async def run_node(
             nursery.start_soon(_speak_up, ctx)
             if config.tree:
                 nursery.start_soon(overlay.take_part, ctx)
+            nursery.start_soon(reach.watch, ctx)
             nursery.start_soon(_count_traffic, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()
@@ -239,6 +242,8 @@ async def _speak_up(ctx: Context) -> None:
         key = activity.key
         quiet = activity.name in ("paused", "complete")
         due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
+        if ctx.facts.transfer is not None and activity.name != "generating":
+            due = min(due, ctx.spoke_at + DOWNLOAD_SILENCE_S)
         if key != announced and activity.name != "generating":
             due = min(due, activity.since + SETTLED_S)
         if now >= due:
@@ -285,5 +290,5 @@ def _progress(ctx: Context) -> str:
     if unit is not None and ctx.state.engine == "generating":
         return f"; {unit.completions} of {unit.of} completions done"
     if transfer is not None:
-        return f"; {transfer.done / 1e6:.1f} of {transfer.total / 1e6:.1f} MB"
+        return f"; {in_words(transfer.shown(trio.current_time(), ctx.coordinator))}"
     return ""

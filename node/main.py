@@ -101,7 +101,7 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
 
     code = EXIT_INTERRUPTED
     engine = ChildEngine(threads=config.threads, log=config.data / "engine.log")
-    async with open_libp2p(identity, config.listen) as network, trio.open_nursery() as nursery:
+    async with open_libp2p(identity, config.listen, circuits=True) as network, trio.open_nursery() as nursery:
 
         async def live(task_status: Starting) -> None:
             nonlocal code
@@ -196,7 +196,8 @@ class _Lines(logging.Formatter):
         text = printable(record.getMessage(), 2000)
         if self._json:
             level = record.levelname.lower()
-            return json.dumps({"at_ms": round(record.created * 1000), "level": level, "text": text})
+            data = getattr(record, "data", {})
+            return json.dumps({"at_ms": round(record.created * 1000), "level": level, "text": text, **data})
         mark = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {mark}{text}"
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from barnraise.node.fetching import kind_of
 from barnraise.node.model import State
+from barnraise.protocol.reachability import UNASKED, Reach
 
 MAX_NOTICES = 20
 DUPLICATE_S = 900.0  # how long a duplicate key is shown after the coordinator spoke of it
@@ -27,12 +29,27 @@ class Transfer:
     started: float  # seconds, monotonic
     skipped: int = 0  # bytes that were on the disk already
     done: int = 0
-    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by peer id; "" beside the tree
+    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by peer id or mirror's URL
 
     def rate(self, now: float) -> float:
         """Bytes per second since it began."""
         elapsed = now - self.started
         return (self.done - self.skipped) / elapsed if elapsed > 0 else 0.0
+
+    def shown(self, now: float, coordinator: str) -> dict[str, Any]:
+        """For the state tree; ``barnraise.node.fetching`` puts it into words."""
+        eta = self.eta(now)
+        return {
+            "version": self.version,
+            "done": self.done,
+            "total": self.total,
+            "rate": round(self.rate(now)),
+            "eta_s": None if eta is None else round(eta, 1),
+            "sources": [
+                {"peer": source, "kind": kind_of(source, coordinator), "bytes": size}
+                for source, size in self.sources.items()
+            ],
+        }
 
     def eta(self, now: float) -> float | None:
         """Seconds until the end at the rate of the shards that are finished; None before the first."""
@@ -75,6 +92,7 @@ class Facts:
     last_verdict: dict[str, Any] | None = None
     transfer: Transfer | None = None
     unit: UnitProgress | None = None
+    reach: Reach = UNASKED
     tree: dict[str, Any] | None = None  # see barnraise.protocol.gossip_state
     limits: dict[str, Any] = field(default_factory=dict)  # see Limits.tree
     offset_ms: int | None = None
@@ -120,16 +138,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
             "tokens": unit.tokens,
             "started_ms": wall(unit.started),
         },
-        "fetch": None
-        if transfer is None
-        else {
-            "version": transfer.version,
-            "done": transfer.done,
-            "total": transfer.total,
-            "rate": round(transfer.rate(mono)),
-            "eta_s": None if (eta := transfer.eta(mono)) is None else round(eta, 1),
-            "sources": [{"peer": peer, "bytes": size} for peer, size in transfer.sources.items()],
-        },
+        "fetch": None if transfer is None else transfer.shown(mono, facts.coordinator),
         "pending": len(state.pending),
         "awaiting_verdict": len(state.unjudged),
         "units_done": facts.units_done,
@@ -140,6 +149,12 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "bytes_in": facts.bytes_in,
         "bytes_out": facts.bytes_out,
         "limits": facts.limits,
+        "reach": {
+            "kind": facts.reach.kind,
+            "reason": facts.reach.reason,
+            "cure": facts.reach.cure,
+            "addresses": list(facts.reach.addresses),
+        },
         "tree": facts.tree,
         "peers": facts.peers,
         "tokens_per_s": round(facts.tokens_per_s, 1),

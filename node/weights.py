@@ -13,6 +13,7 @@ so that it can be served on.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -95,6 +96,9 @@ class SwarmFetcher:
     cap that ``network`` is under: it bounds what is asked for before it arrives.
     ``mirror(url)`` makes a donor of a mirror that a manifest names (``None``: not of
     this one); without it mirrors are not asked.
+
+    Attributes:
+        came_from: bytes of the download under way, or the last one, by peer id or mirror's URL.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class SwarmFetcher:
         rng: random.Random | None = None,
     ) -> None:
         self.banned: dict[str, str] = {}
+        self.came_from: Counter[str] = Counter()
         self.network = network
         self.store = store
         self.sources = sources
@@ -121,6 +126,13 @@ class SwarmFetcher:
         self, manifest: Manifest, missing: Mapping[bytes, int], received: Callable[[int], None]
     ) -> None:
         """See ``Fetcher.fetch``."""
+        self.came_from = Counter()
+        await self.fetch_more(manifest, missing, received)
+
+    async def fetch_more(
+        self, manifest: Manifest, missing: Mapping[bytes, int], received: Callable[[int], None]
+    ) -> None:
+        """``fetch`` for a part of a download: ``came_from`` goes on counting."""
         if missing:
             await _Download(self, manifest, missing, received).run()
 
@@ -321,6 +333,7 @@ class _Download:
             return  # another source was faster
         self.idle.pop(digest, None)
         self.delivered[donor.rank] += len(data)
+        self.owner.came_from[donor.source.peer_id] += len(data)
         self.received(len(data))
 
     def _missed(self, donor: _Helper, digest: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from barnraise.tui import status
 from barnraise.tui.swarm import overview, summary
 
 TREE: dict[str, Any] = {
@@ -57,12 +58,19 @@ def test_a_node_shows_its_download_with_sources_and_time_left() -> None:
         "total": 1000,
         "rate": 50,
         "eta_s": 15.0,
-        "sources": [{"peer": "a", "bytes": 1}, {"peer": "", "bytes": 2}],
+        "sources": [
+            {"peer": "a", "kind": "peer", "bytes": 1},
+            {"peer": "b", "kind": "peer", "bytes": 1},
+            {"peer": "https://m", "kind": "mirror", "bytes": 2},
+            {"peer": "boss", "kind": "origin", "bytes": 2},
+        ],
     }
     state = {"kind": "node", "run": "barn", "run_id": "", "have_version": 3, "head_version": 4}
     shown = texts({**state, "fetch": fetch, "coordinator": "12D3KooWaaaaaaaa", "tree": TREE})
     assert "version 3 here, newest version 4" in shown
-    assert "version 4: 250 B of 1.0 kB (25 %), 50 B/s, 15s left, from 1 neighbours" in shown
+    words = "version 4: 0.2 of 1.0 kB (25 %), 0.1 kB/s from 2 peers, 1 mirror and the coordinator, 15 s left"
+    assert words in shown
+    assert ("fetching", words) in status.overview({**state, "fetch": fetch}, 0.0)
     assert "coordinator ..aaaaaaaa" in shown
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from barnraise.node.fetching import in_words
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
@@ -91,7 +92,8 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
             f"  {node.get('name', '?')} {short_id(str(node.get('peer_id', '')))}",
             f"{node.get('state', '?')}, version {_version(node.get('have_version'))}, {counts}, "
             f"{node.get('credit', 0):,} Mflop, last verdict: {verdict}"
-            + (f", {node['strikes']} strikes" if node.get("strikes") else ""),
+            + (f", {node['strikes']} strikes" if node.get("strikes") else "")
+            + (f", {node['reach']}" if node.get("reach") else ""),
         )
 
 
@@ -111,8 +113,12 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
         ("connected to " if state.get("connected") else "not connected to ")
         + str(state.get("coordinator", "?")),
     )
+    yield "reachable", reachable(state.get("reach"))
     newest = f"newest {_version(state.get('head_version'))}, last {state.get('final_version', '?')}"
     yield "version", f"{_version(state.get('policy_version'))} loaded, {newest}"
+    fetch = state.get("fetch")
+    if fetch:
+        yield "fetching", f"version {fetch.get('version')}: {in_words(fetch)}"
     unit = state.get("unit") or {}
     if unit.get("of"):
         yield "unit", f"{unit.get('completions', 0)} of {unit['of']} completions"
@@ -138,6 +144,14 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
     for notice in state.get("notices", [])[-3:]:
         moment = time.strftime("%H:%M:%S", time.localtime(notice.get("at_ms", 0) / 1000))
         yield f"  {moment}", f"{notice.get('level', '')}: {notice.get('text', '')}"
+
+
+def reachable(reach: dict[str, Any] | None) -> str:
+    """How others reach a node, why, and what would change that (R1)."""
+    if not reach:
+        return ""
+    cure = f"; {reach['cure']}" if reach.get("cure") else ""
+    return f"{reach.get('kind', '?')}: {reach.get('reason', '')}{cure}"
 
 
 def _with_reason(state: dict[str, Any]) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
-from barnraise.tui.status import read_folder
+from barnraise.node.fetching import in_words
+from barnraise.tui.console import emit_json, examples, print_rows, short_id, size
+from barnraise.tui.status import reachable, read_folder
 
 EXAMPLES = examples("swarm ./my-run", "swarm node-1 --json", "swarm     (this user's node)")
 
@@ -45,11 +47,21 @@ def swarm(
 
 def summary(state: dict[str, Any]) -> dict[str, Any]:
     """What ``--json`` prints: the part of a state tree that is about versions and their ways."""
-    names = ("kind", "run", "run_id", "peer_id", "policy_version", "head_version", "have_version", "fetch")
+    names = (
+        "kind",
+        "run",
+        "run_id",
+        "peer_id",
+        "policy_version",
+        "head_version",
+        "have_version",
+        "fetch",
+        "reach",
+    )
     found = {name: state[name] for name in names if name in state}
     found["tree"] = state.get("tree")
     if "nodes" in state:
-        fields = ("name", "peer_id", "state", "have_version")
+        fields = ("name", "peer_id", "state", "have_version", "reach")
         found["nodes"] = [{name: node.get(name) for name in fields} for node in state["nodes"]]
     return found
 
@@ -70,13 +82,20 @@ def _rows(state: dict[str, Any]) -> Iterator[Row]:
             held[node.get("have_version", -1)] = held.get(node.get("have_version", -1), 0) + 1
         parts = [f"{count} at {_number(version)}" for version, count in sorted(held.items(), reverse=True)]
         yield "nodes", f"{len(nodes)} here" + (f": {', '.join(parts)}" if parts else "")
+        ways = Counter(str(node.get("reach") or "unknown") for node in nodes)
+        if ways:
+            yield "reachable", ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
     else:
         nodes = []
         yield (
             "version",
             f"{_number(state.get('have_version'))} here, newest {_number(state.get('head_version'))}",
         )
-        yield from _fetch(state.get("fetch"))
+        if state.get("reach"):
+            yield "reachable", reachable(state["reach"])
+        fetch = state.get("fetch")
+        if fetch:
+            yield "fetching", f"version {fetch.get('version')}: {in_words(fetch)}"
     tree = state.get("tree")
     if not tree:
         yield "tree", "takes no part" if state.get("run") else "no run joined yet"
@@ -85,18 +104,6 @@ def _rows(state: dict[str, Any]) -> Iterator[Row]:
     if state.get("coordinator"):
         names[state["coordinator"]] = "coordinator"
     yield from _tree(tree, names)
-
-
-def _fetch(fetch: dict[str, Any] | None) -> Iterator[Row]:
-    if not fetch:
-        return
-    total = fetch.get("total") or 1
-    text = f"version {fetch.get('version')}: {size(fetch.get('done', 0))} of {size(total)}"
-    text += f" ({100 * fetch.get('done', 0) / total:.0f} %), {size(fetch.get('rate', 0))}/s"
-    if fetch.get("eta_s") is not None:
-        text += f", {duration(fetch['eta_s'])} left"
-    sources = len([source for source in fetch.get("sources", []) if source.get("peer")])
-    yield "fetching", text + (f", from {sources} neighbours" if sources else "")
 
 
 def _tree(tree: dict[str, Any], names: dict[Any, str]) -> Iterator[Row]:
@@ -119,6 +126,8 @@ def _tree(tree: dict[str, Any], names: dict[Any, str]) -> Iterator[Row]:
         )
     for link in tree.get("neighbours", []):
         marks = ["eager" if link.get("eager") else "lazy"]
+        if link.get("way") not in (None, "direct"):
+            marks.append(str(link["way"]))
         if link.get("peer") == tree.get("parent"):
             marks.append("parent")
         if link.get("sending") is not None:
