@@ -37,10 +37,10 @@ def missing() -> str:
     if made.returncode:
         return f"no network namespace can be made here: {made.stderr.strip()}"
     table = ["ip", "netns", "exec", name, "nft", "-f", "-"]
-    rules = "table ip nat { chain c { type nat hook postrouting priority 100; masquerade; } }"
+    rules = "table ip nat {\nchain c {\ntype nat hook postrouting priority 100; masquerade\n}\n}\n"
     ruled = subprocess.run(table, input=rules, capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return "" if ruled.returncode == 0 else f"no address translation here: {ruled.stderr.strip()}"
+    return "" if ruled.returncode == 0 else f"no address translation here: {ruled.stderr.strip()[:200]}"
 
 
 def _run(*command: str, text: str | None = None) -> str:
