@@ -23,6 +23,7 @@ from barnraise.protocol.gossip_dial import open_control
 from barnraise.protocol.gossip_heads import Heads
 from barnraise.protocol.gossip_link import Link, part
 from barnraise.protocol.gossip_lists import LISTS, Lists
+from barnraise.protocol.gossip_openings import CheckOpening, OpeningTraffic
 from barnraise.protocol.gossip_shards import ShardTraffic
 from barnraise.protocol.messages import Manifest, Message, Signed
 from barnraise.protocol.network import Network, Stream
@@ -47,6 +48,7 @@ from barnraise.protocol.tree_messages import (
     TREE_FRAMES,
     TREE_PROTOCOL,
     Contact,
+    Opened,
     Piece,
 )
 from barnraise.protocol.tree_messages import Gossip as Head
@@ -74,6 +76,7 @@ class Gossiper:
         bootstrap: contacts to begin with (a node's coordinator).
         check_head: gives the manifest inside a head that may be believed, and raises
             SignatureError or MalformedError for any other. Called in a worker thread if large.
+        check_opening: the same for openings; without it none is heeded.
         on_head: told of heads seen for the first time, checked.
         on_report: told of ``Report`` effects and of bans: code, peer, text.
         on_change: told when what ``state`` shows may have changed.
@@ -94,6 +97,7 @@ class Gossiper:
         views: ViewConfig | None = None,
         transfer: TransferConfig | None = None,
         known: Iterable[Contact] = (),
+        check_opening: CheckOpening | None = None,
     ) -> None:
         addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)[:16]
         me = Contact(peer_id=network.peer_id, addresses=addresses)
@@ -111,6 +115,7 @@ class Gossiper:
         self.defects = 0  # exceptions that should never have been raised
         self.links: dict[str, Link] = {}
         self.lists = Lists(self.core, store, self.do)
+        self.openings = OpeningTraffic(self, check_opening)
         self._on_head, self._on_report, self._on_change = on_head, on_report, on_change
         self.heads = Heads(check_head, 2 * HEADS)
         self._dialling: set[str] = set()
@@ -153,6 +158,11 @@ class Gossiper:
         views = self.core.views
         return [*views.active.values(), *views.passive.values()]
 
+    def announce(self, addresses: Iterable[str]) -> None:
+        """Tell whoever is met from now on to dial us there (nowhere: we only dial out)."""
+        fit = tuple(address for address in addresses if 0 < len(address) <= 256)[:16]
+        self.core.views.me = Contact(peer_id=self.network.peer_id, addresses=fit)
+
     def serve(self, slots: int) -> None:
         """Upload at most ``slots`` shards at a time from now on (0: none)."""
         config = replace(self.core.transfer.config, slots=slots, max_slots=slots)
@@ -163,6 +173,7 @@ class Gossiper:
     def publish(self, signed: Signed, manifest: Manifest) -> None:
         """Send a checked head down the tree (ours, or one that came another way). Repeats do nothing."""
         self.heads.remember(signed, manifest)
+        self.openings.published(manifest)
         self.do(self.core.publish(manifest.version, signed, trio.current_time()))
 
     async def publish_later(self, signed: Signed, manifest: Manifest) -> None:
@@ -172,6 +183,7 @@ class Gossiper:
         twice, and none would stay eager.
         """
         self.heads.remember(signed, manifest)
+        self.openings.published(manifest)
         await trio.sleep(PATIENCE_S)
         self.publish(signed, manifest)
 
@@ -206,9 +218,10 @@ class Gossiper:
                 case Ban(peer=peer, reason=reason):
                     self._ban(peer, reason)
                 case Report(code=code, peer=peer, text=text):
-                    self._on_report(code, peer, text)
+                    self.report(code, peer, text)
                 case Complete(version=number):
                     self._on_change()
+        self.openings.offer()
         wake = self.core.wake_at
         if wake is not None and wake < self._planned:
             self._wake.set()
@@ -220,9 +233,14 @@ class Gossiper:
         elif not self._over:
             self._early.append((task, arguments))
 
+    def report(self, code: str, peer: str, text: str) -> None:
+        """Tell the owner of something noteworthy; ``peer`` empty: nobody's doing but the run's own."""
+        self._on_report(code, peer, text)
+
     def _delivered(self, peer: str, head: Signed) -> None:
         manifest = self.heads.manifest_of(head)
         if peer and manifest is not None:  # it is news to us
+            self.openings.published(manifest)
             self._on_head(head, manifest)
 
     def _ban(self, peer: str, reason: str) -> None:
@@ -377,8 +395,12 @@ class Gossiper:
         self.end(link, reason)
 
     async def _take(self, link: Link, message: Message) -> None:
-        if isinstance(message, Head):
+        if isinstance(message, Head | Opened):
             try:
+                if isinstance(message, Opened):
+                    if self._needed(link.peer_id):
+                        await self.openings.believe(link.peer_id, message)
+                    return
                 await self.heads.believe(message)
             except SignatureError as error:
                 if not link.ended:

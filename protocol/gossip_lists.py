@@ -10,9 +10,10 @@ import trio
 from barnraise.protocol.bitmaps import to_mask
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.messages import Manifest
+from barnraise.protocol.opening import Opening, opened_shards, opening_list
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.tree_effects import Effects
-from barnraise.protocol.tree_index import Shards, lists_of, version_of
+from barnraise.protocol.tree_index import OPENING_LISTS, Shards, lists_of, version_of
 from barnraise.protocol.treecast import Treecast
 
 LISTS = 8  # transfers taken part in: two for each version that a node keeps, and some
@@ -43,7 +44,14 @@ class Lists:
         self.watches: dict[int, Watch] = {}
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
+        self.opened: dict[int, int] = {}  # lists that may still grow, and whose version each is
         self._core, self._store, self._do = core, store, do
+
+    def version(self, number: int) -> int:
+        """Which version a list belongs to."""
+        if number < OPENING_LISTS:
+            return version_of(number)
+        return self.opened.get(number, -1)
 
     def hold(self, manifest: Manifest) -> None:
         """Serve what the store has of a checked manifest; begins or brings up to date."""
@@ -57,6 +65,26 @@ class Lists:
         self.watches[number] = watch
         here = [index for index, (digest, _) in enumerate(shards) if self._store.has(digest)]
         self._take_part(number, shards, here, wanted=True)
+
+    def open(self, opening: Opening, watch: Watch | None) -> None:
+        """Serve what the store has of a checked opening, and fetch the rest if ``watch`` is given.
+
+        Called again as it grows. Another opening takes the place of the one before.
+        """
+        number, shards = opening_list(opening), opened_shards(opening)
+        for other in [other for other in self.opened if other != number]:
+            self.close(other)
+        self.opened[number] = opening.version
+        if watch is not None:
+            self.watches[number] = watch
+        here = [index for index, (digest, _) in enumerate(shards) if self._store.has(digest)]
+        self._take_part(number, shards, here, wanted=watch is not None)
+
+    def close(self, number: int) -> None:
+        """An opening is over: its version is published, or another attempt was opened."""
+        self.watches.pop(number, None)
+        self.forget(number)
+        self.opened.pop(number, None)
 
     def stored(self, number: int, digests: Iterable[bytes]) -> None:
         """Shards of a list came another way and are in the store."""
@@ -81,7 +109,7 @@ class Lists:
         """Forget lists of other versions than these, but for those that are waited for."""
         kept = set(versions)
         for number in list(self.shards):
-            if version_of(number) not in kept and number not in self.watches:
+            if self.version(number) not in kept and number not in self.watches and number not in self.opened:
                 self.forget(number)
 
     def _take_part(self, number: int, shards: Shards, here: Sequence[int], *, wanted: bool) -> None:

@@ -18,7 +18,6 @@ from barnraise.protocol.gossip_link import Link
 from barnraise.protocol.manifest import check_shard
 from barnraise.protocol.network import Stream
 from barnraise.protocol.shards import off_loop
-from barnraise.protocol.tree_index import version_of
 from barnraise.protocol.tree_messages import BULK_PROTOCOL, Piece
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class ShardTraffic:
                 await stream.reset()
                 return False
         self._streams[peer] = (stream, trio.current_time())
-        version = version_of(sending.number)
+        version = owner.lists.version(sending.number)
 
         def moved(more: int) -> None:
             link.sent.add(more, trio.current_time())
@@ -202,6 +201,8 @@ class ShardTraffic:
         """A neighbour begins a shard: whether we take it is the machine's decision."""
         owner, peer = self._owner, link.peer_id
         shards = owner.lists.shards.get(piece.version)
+        if shards is not None and piece.version in owner.lists.opened and piece.index >= len(shards):
+            shards = None  # the neighbour knows more of it than we do, as yet
         if shards is not None:
             if piece.index >= len(shards):
                 raise MalformedError(f"shard {piece.index} of a list of {len(shards)}")
@@ -257,7 +258,7 @@ class ShardTraffic:
         if not good:
             owner.do(owner.core.corrupt(peer, number, index, now))
             return
-        owner.lists.received[version_of(number)] += len(data)
+        owner.lists.received[owner.lists.version(number)] += len(data)
         watch = owner.lists.watches.get(number)
         if watch is not None:
             watch.heard_at = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barnraise.protocol.gossip import Gossiper
-from barnraise.protocol.tree_index import files_list, version_of
+from barnraise.protocol.tree_index import files_list
 
 SHOWN_BANS = 64
 
@@ -15,7 +15,7 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
 
     ``sending`` and ``receiving`` name a version; ``parent`` is who brought the newest head
     (None: it is our own, or came another way). ``versions``: shards here, of how many, by
-    what (``files`` or ``patch``), and what moved of the version down the tree.
+    what (``files``, ``patch``, ``opening``), and what moved of the version down the tree.
     """
     core = gossiper.core
     sending, receiving = core.transfer.sending(), core.transfer.receiving()
@@ -26,8 +26,8 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
             {
                 "peer": peer,
                 "eager": peer in core.tree.eager,
-                "sending": version_of(sending[peer][0]) if peer in sending else None,
-                "receiving": version_of(receiving[peer][0]) if peer in receiving else None,
+                "sending": gossiper.lists.version(sending[peer][0]) if peer in sending else None,
+                "receiving": gossiper.lists.version(receiving[peer][0]) if peer in receiving else None,
                 "rate_out": 0 if link is None else round(link.sent.rate(now)),
                 "rate_in": 0 if link is None else round(link.received.rate(now)),
                 "bytes_out": 0 if link is None else link.sent.total,
@@ -48,13 +48,19 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
         ],
         "versions": [
             {
-                "version": version_of(number),
-                "what": "files" if number == files_list(version_of(number)) else "patch",
+                "version": gossiper.lists.version(number),
+                "what": _what(gossiper, number),
                 "have": core.transfer.bitmap(number).bit_count(),
                 "of": len(shards),
-                "bytes_out": gossiper.lists.sent[version_of(number)],
-                "bytes_in": gossiper.lists.received[version_of(number)],
+                "bytes_out": gossiper.lists.sent[gossiper.lists.version(number)],
+                "bytes_in": gossiper.lists.received[gossiper.lists.version(number)],
             }
             for number, shards in sorted(gossiper.lists.shards.items(), reverse=True)
         ],
     }
+
+
+def _what(gossiper: Gossiper, number: int) -> str:
+    if number in gossiper.lists.opened:
+        return "opening"
+    return "files" if number == files_list(gossiper.lists.version(number)) else "patch"

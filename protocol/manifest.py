@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
@@ -143,24 +143,43 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
         raise MalformedError(
             f"the manifest is of run {manifest.run_id.hex()[:16]}, not of this run {run_id.hex()[:16]}"
         )
-    _check_names(manifest)
+    check_file_names(f"manifest v{manifest.version}", [entry.path for entry in manifest.files], spec)
     _check_sizes(manifest, spec)
-    _check_contents(manifest, spec)
+    _check_assets(manifest, spec)
     _check_patches(manifest)
     for url in manifest.mirrors:
         check_mirror(url)
     return manifest
 
 
-def _check_names(manifest: Manifest) -> None:
+def check_file_names(what: str, names: Sequence[str], spec: RunSpec) -> None:
+    """Whether a version may consist of these files: the run's pinned assets and a set of weights.
+
+    Raises:
+        MalformedError: they cannot; ``what`` begins the text.
+    """
     seen: set[str] = set()
-    for entry in manifest.files:
+    for name in names:
         # fullmatch: the schema's "$" lets a trailing newline through
-        if not _NAME.fullmatch(entry.path) or entry.path.endswith("."):
-            raise MalformedError(f"manifest v{manifest.version}: file name {entry.path!r} is not allowed")
-        if entry.path.lower() in seen:  # some file systems fold case
-            raise MalformedError(f"manifest v{manifest.version}: file {entry.path!r} appears twice")
-        seen.add(entry.path.lower())
+        if not _NAME.fullmatch(name) or name.endswith("."):
+            raise MalformedError(f"{what}: file name {name!r} is not allowed")
+        if name.lower() in seen:  # some file systems fold case
+            raise MalformedError(f"{what}: file {name!r} appears twice")
+        seen.add(name.lower())
+    for name in spec.model.assets:
+        if name not in names:
+            raise MalformedError(f"{what}: {name}, pinned by the run spec, is missing")
+    rest = set(names) - spec.model.assets.keys()
+    weights = {name for name in rest if _WEIGHTS.fullmatch(name)}
+    if not weights or (WEIGHTS_FILE in weights and len(weights) > 1):
+        raise MalformedError(
+            f"{what}: there must be one {WEIGHTS_FILE} or a set of model-00001-of-0000N.safetensors"
+        )
+    if WEIGHTS_FILE not in weights:
+        _check_parts(what, weights)
+    strangers = rest - weights - (set() if WEIGHTS_FILE in weights else {WEIGHTS_INDEX})
+    if strangers:
+        raise MalformedError(f"{what}: {min(strangers)} is neither weights nor pinned by the run spec")
 
 
 def _check_sizes(manifest: Manifest, spec: RunSpec) -> None:
@@ -193,38 +212,20 @@ def largest_version(spec: RunSpec) -> int:
     return 2 * width * spec.model.parameters + ASSET_ALLOWANCE
 
 
-def _check_contents(manifest: Manifest, spec: RunSpec) -> None:
+def _check_assets(manifest: Manifest, spec: RunSpec) -> None:
     by_name = {entry.path: entry for entry in manifest.files}
     for name, digest in spec.model.assets.items():
-        if name not in by_name:
-            raise MalformedError(f"manifest v{manifest.version}: {name}, pinned by the run spec, is missing")
         if by_name[name].sha256 != digest:
             raise MalformedError(
                 f"manifest v{manifest.version}: {name} differs from the one that the run spec pins"
             )
-    rest = by_name.keys() - spec.model.assets.keys()
-    weights = {name for name in rest if _WEIGHTS.fullmatch(name)}
-    if not weights or (WEIGHTS_FILE in weights and len(weights) > 1):
-        raise MalformedError(
-            f"manifest v{manifest.version}: there must be one {WEIGHTS_FILE} "
-            "or a set of model-00001-of-0000N.safetensors"
-        )
-    if WEIGHTS_FILE not in weights:
-        _check_parts(manifest.version, weights)
-    strangers = rest - weights - (set() if WEIGHTS_FILE in weights else {WEIGHTS_INDEX})
-    if strangers:
-        raise MalformedError(
-            f"manifest v{manifest.version}: {min(strangers)} is neither weights nor pinned by the run spec"
-        )
 
 
-def _check_parts(version: int, weights: set[str]) -> None:
+def _check_parts(what: str, weights: set[str]) -> None:
     count = len(weights)
     expected = {f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)}
     if weights != expected:
-        raise MalformedError(
-            f"manifest v{version}: the weight files are incomplete: {min(expected - weights)} is missing"
-        )
+        raise MalformedError(f"{what}: the weight files are incomplete: {min(expected - weights)} is missing")
 
 
 def _check_patches(manifest: Manifest) -> None:

@@ -145,9 +145,14 @@ class Transfer:
             for name, peer in self._peers.items():
                 effects.append(self._tell(name, peer, version, state, ask=True))
             return effects if state.missing or not have else [*effects, Complete(version)]
+        longer = len(sizes) > len(state.sizes)
         state.extend(sizes)
         state.wanted = state.wanted or wanted
-        return [*self._downloads.order_all(version, state, now), *self._uploads.fill(now)]
+        if longer:  # who offered us what was beyond the list may do so again
+            effects += [
+                self._tell(name, peer, version, state, ask=False) for name, peer in self._peers.items()
+            ]
+        return [*effects, *self._downloads.order_all(version, state, now), *self._uploads.fill(now)]
 
     def forget(self, version: int, now: float) -> Effects:
         """Leave ``version``: it is no longer on disk, or no longer wanted."""
@@ -342,7 +347,8 @@ class Transfer:
             case Bitmap(bits=bits, ask=ask):
                 mask = from_bytes(bits)
                 effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
-                unhold(state, peer, version, peer.holds.get(version, 0) & ~mask)
+                under_way = 1 << peer.sending[1] if peer.sending and peer.sending[0] == version else 0
+                unhold(state, peer, version, peer.holds.get(version, 0) & ~mask & ~under_way)
                 peer.holds.setdefault(version, 0)
                 return effects + self._downloads.on_holds(name, peer, version, state, mask, now)
             case Cancel(index=index):

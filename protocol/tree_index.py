@@ -13,7 +13,8 @@ from __future__ import annotations
 from barnraise.protocol.manifest import manifest_shards, patch_shards
 from barnraise.protocol.messages import Manifest, PatchEntry
 
-MAX_VERSION = 2**30 - 1  # above it, lists would need larger numbers than messages carry
+OPENING_LISTS = 2**30  # from here on, lists of openings (barnraise.protocol.opening)
+MAX_VERSION = OPENING_LISTS // 2 - 1  # above it, versions have no lists
 
 Shards = tuple[tuple[bytes, int], ...]
 

@@ -120,6 +120,12 @@ class Prune(Message, frozen=True):
     """Make the link lazy: what came over it had come before."""
 
 
+class Opened(Message, frozen=True):
+    """A signed ``Opening``: the first shards of the version to come (``barnraise.protocol.opening``)."""
+
+    opening: Signed
+
+
 # --- shards
 
 
@@ -194,6 +200,7 @@ TREE_FRAMES: tuple[Frame, ...] = (
     Frame(61, GossipHave, 4 * 1024, "plain"),
     Frame(62, Graft, 128, "plain"),
     Frame(63, Prune, 16, "plain"),
+    Frame(64, Opened, _HEAD, "plain"),
     Frame(70, Bitmap, MAX_SHARDS // 8 + 64, "plain"),
     Frame(71, Have, 1024, "plain"),
     Frame(72, Want, 2048, "plain"),
