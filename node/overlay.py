@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import trio
 
+from barnraise.node import reach
 from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.context import Context
 from barnraise.node.remembered import load_contacts, save_contacts
@@ -23,6 +24,7 @@ from barnraise.protocol.wire import printable
 
 _LOOK_S = 1.0
 _REMEMBER_S = 300.0
+_REACH_S = 8.0
 _QUIET = frozenset({"starved", "timeout", "trickle", "unasked", "flood", "lied"})  # ordinary on bad links
 
 log = logging.getLogger("barnraise.node.overlay")
@@ -86,6 +88,8 @@ async def take_part(ctx: Context) -> None:
     await ctx.entered.wait()
     assert ctx.treecast is not None
     gossiper = ctx.treecast.gossiper
+    await reach.wait_known(ctx, _REACH_S)  # nobody should dial us in vain
+    gossiper.announce(ctx.facts.reach.addresses if ctx.reach_known.is_set() else ctx.network.addresses)
     most = TransferConfig().max_slots
     now = most
     async with trio.open_nursery() as nursery:

@@ -25,6 +25,7 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
         neighbours.append(
             {
                 "peer": peer,
+                "way": gossiper.network.way(peer),
                 "eager": peer in core.tree.eager,
                 "sending": gossiper.lists.version(sending[peer][0]) if peer in sending else None,
                 "receiving": gossiper.lists.version(receiving[peer][0]) if peer in receiving else None,

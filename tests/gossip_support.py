@@ -190,13 +190,15 @@ class Meadow:
         self._nursery = nursery
         self._scopes: dict[str, trio.CancelScope] = {}
 
-    async def add(self, name: str, **how: Any) -> Host:
-        """Start a host; ``how`` are ``Host``'s settings."""
+    async def add(self, name: str, *, dialable: bool = True, **how: Any) -> Host:
+        """Start a host; ``how`` are ``Host``'s settings. One that cannot be dialled knows it."""
         scope = self._scopes[name] = trio.CancelScope()
 
         async def live(task_status: Any) -> None:
-            async with self.space.network(name) as network:
+            async with self.space.network(name, dialable=dialable) as network:
                 host = Host(network, self.folder / name, self.hosts.get("o"), **how)
+                if not dialable:
+                    host.gossiper.announce(())
                 self.hosts[name] = host
                 with scope:
                     task_status.started(host)
