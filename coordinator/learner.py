@@ -31,6 +31,7 @@ from torch import Tensor
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.batches import Row, read_batch
 from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.scoring import Scorer
 from barnraise.coordinator.workers import Trained, TrainJob, TrainStats, WorkerSetup, checkpoint_folder
 from barnraise.kernels.generate import greedy
 from barnraise.kernels.grpo import LossStats, policy_loss, token_weights
@@ -245,10 +246,12 @@ class Trainer:
         prompts = [self._codec.encode_prompt(task.prompt) for task in tasks]
         limit = self.spec.sampling.max_new_tokens
         answers = greedy(self._policy, prompts, limit, self.spec.model.eos_token, max_batch=64)
-        scores = [
-            self._environment.score(task, self._codec.decode(answer))
-            for task, answer in zip(tasks, answers, strict=True)
-        ]
+        scorer = Scorer(self.spec.environment)  # a policy's answers are as untrusted as a stranger's
+        try:
+            texts = [self._codec.decode(answer) for answer in answers]
+            scores = scorer.score(self._environment, tasks, texts).rewards
+        finally:
+            scorer.close()
         return sum(score > 1 - 1e-9 for score in scores) / len(scores)
 
     # --- state

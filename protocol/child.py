@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import fcntl
 import os
 import queue
@@ -38,10 +39,18 @@ MAX_PIPE_FRAME = 1024 * 1024 * 1024
 
 _HEADER = struct.Struct(">BQI")
 _REQUEST, _CANCEL, _EVENT, _REPLY, _ERROR, _FATAL, _MEMORY = range(1, 8)
+PIPE_HEADER = _HEADER  # for parents without an event loop, which speak the frames themselves
 _PIPE_BYTES = 1024 * 1024
 _WRITE_TIMEOUT_S = 60.0  # the child's reader thread always reads; longer means that it is stopped
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 800  # of 1000: before nearly everything else on the machine
+
+
+class PipeFrame(enum.IntEnum):
+    """Kinds of frames, as in the header's first byte."""
+
+    REQUEST, CANCEL, EVENT = _REQUEST, _CANCEL, _EVENT
+    REPLY, ERROR, FATAL, MEMORY = _REPLY, _ERROR, _FATAL, _MEMORY
 
 
 class ChildOutOfMemoryError(ChildError):
