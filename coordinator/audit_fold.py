@@ -23,7 +23,7 @@ from barnraise.coordinator.events import (
     SubmissionJudged,
 )
 from barnraise.coordinator.pool import enter_pool, leave_pool
-from barnraise.protocol.standing import ALL, UNAUDITED, UNVERIFIABLE, Unproven
+from barnraise.protocol.standing import ALL, UNAUDITED, UNVERIFIABLE
 
 if TYPE_CHECKING:  # the state's fold imports this module
     from barnraise.coordinator.state import Node, State, Submission
@@ -72,8 +72,7 @@ def note_verdict(node: Node, submission: Submission, event: SubmissionJudged) ->
         node.credit += event.credit
         _make_good(node, event.at_ms)
         if event.verdict.check == UNAUDITED:
-            item = Unproven(submission.lease.lease_id, submission.number, event.credit)
-            record.spared(submission.submission_id, item)
+            record.spared(submission.submission_id, submission.unproven(event.credit))
         else:
             record.passed(submission.number)
             if record.streak >= FORGIVEN_AFTER:

@@ -11,6 +11,7 @@ nobody has seen. If the disk refuses, everything still queued fails with
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -19,15 +20,15 @@ from typing import Protocol, TypeVar
 import trio
 
 from barnraise.coordinator import ledger_log
-from barnraise.coordinator.events import Event, RunOpened, SubmissionJudged
+from barnraise.coordinator.events import Event, RunOpened
 from barnraise.coordinator.journal import Journal, Payload, StoredReceipt, Write
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.ledger import encode_entry
+from barnraise.protocol.ledger import LedgerEntry, encode_entry
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Message, Receipt, Signed, TreeHead
+from barnraise.protocol.messages import Message, Signed, TreeHead
 from barnraise.protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -107,14 +108,19 @@ class Core:
             self._advance(state, ledger, event)
         return state, ledger
 
-    def _advance(self, state: State, ledger: MerkleLog, event: Event) -> int | None:
+    def _advance(self, state: State, ledger: MerkleLog, event: Event) -> tuple[int, LedgerEntry] | None:
         entry = ledger_log.entry_of(state, event)
         apply(state, event)
-        return None if entry is None else ledger.append(encode_entry(entry))
+        return None if entry is None else (ledger.append(encode_entry(entry)), entry)
 
     def sign(self, payload: Message) -> Signed:
         """Sign with the run's key."""
         return sign(payload, self._identity)
+
+    def audit_seed(self, epoch: int) -> bytes:
+        """The secret seed (32 bytes) of an audit epoch: from the run's key, so that a restart has it too."""
+        domain = b"barnraise/1/audit-seed\0" + self.run_id + epoch.to_bytes(8, "big")
+        return hmac.digest(self._identity.private_bytes(), domain, "sha256")
 
     async def record(
         self,
@@ -148,25 +154,17 @@ class Core:
         receipts = []
         for position, event in enumerate(events):
             try:
-                index = self._advance(self.state, self.ledger, event)
+                logged = self._advance(self.state, self.ledger, event)
             except EventError as error:
                 if position > 0:  # half applied: only a restart can be trusted
                     self._defect = error
                     self._work.set()
                 raise
-            if isinstance(event, SubmissionJudged) and index is not None:
-                judged = self.state.submissions[event.submission_id]
-                receipt = Receipt(
-                    run_id=self.run_id,
-                    node=judged.lease.node,
-                    lease_id=judged.lease.lease_id,
-                    submission_id=event.submission_id,
-                    verdict=event.verdict,
-                    credit=event.credit,
-                    ledger_index=index,
-                    issued_at=event.at_ms,
-                )
-                receipts.append(StoredReceipt(index, judged.lease.node, self.sign(receipt)))
+            if logged is not None:
+                index, entry = logged
+                receipt = ledger_log.receipt_of(self.run_id, event, entry, index)
+                if receipt is not None:
+                    receipts.append(StoredReceipt(index, receipt.node, self.sign(receipt)))
         return receipts
 
     async def open(self) -> None:

@@ -120,7 +120,7 @@ class Journal:
         for payload in write.payloads:
             signed = payload.signed
             self._db.execute(
-                "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
+                "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?)",
                 (
                     payload.submission_id,
                     payload.policy_version,

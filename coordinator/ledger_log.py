@@ -41,7 +41,7 @@ from barnraise.protocol.envelope import sign
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger_file import write_ledger
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Signed, TreeHead, Verdict
+from barnraise.protocol.messages import Receipt, Signed, TreeHead, Verdict
 from barnraise.protocol.runid import run_id
 from barnraise.protocol.standing import CLAWED_BACK, RESTORED
 
@@ -156,6 +156,29 @@ def moved_verdict(event: CreditClawedBack | CreditRestored, credit: int) -> Verd
             if back
             else f"the failed check of {cause[:16]} was overturned on appeal: this credit counts again"
         ),
+    )
+
+
+def receipt_of(run_id: bytes, event: Event, entry: ledger.LedgerEntry, index: int) -> Receipt | None:
+    """What a node is told, signed, of its submission: for verdicts, reviews, and credit moved."""
+    if isinstance(event, SubmissionJudged | AppealDecided):
+        assert isinstance(entry, ledger.Judged | ledger.Reviewed)
+        verdict, credit = event.verdict, event.credit
+    elif isinstance(event, CreditClawedBack | CreditRestored):
+        assert isinstance(entry, ledger.ClawedBack | ledger.Restored)
+        verdict = moved_verdict(event, entry.credit)
+        credit = entry.credit if verdict.accepted else 0
+    else:
+        return None
+    return Receipt(
+        run_id=run_id,
+        node=entry.node,
+        lease_id=entry.lease_id,
+        submission_id=entry.submission_id,
+        verdict=verdict,
+        credit=credit,
+        ledger_index=index,
+        issued_at=event.at_ms,
     )
 
 

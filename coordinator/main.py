@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
@@ -39,6 +40,7 @@ def run_from_folder(
     mirrors: Sequence[str] = (),
     upload_copies: float = 0.0,
     relay_bytes_s: float = 0.0,
+    verify_all: bool = False,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -49,7 +51,8 @@ def run_from_folder(
     threads; 0 means as many as the machine's accelerators, or cores, can feed.
     ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
-    is what the relay may carry (``run_coordinator``).
+    is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
+    full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -58,7 +61,8 @@ def run_from_folder(
     """
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
-            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s)
+            pressure = None if verify_all else Pressure()
+            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s, pressure)
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
             error = _innermost(group)
@@ -79,10 +83,13 @@ async def _main(
     mirrors: tuple[str, ...],
     upload_copies: float,
     relay_bytes_s: float,
+    pressure: Pressure | None,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, run, listen, threads, verifiers, mirrors, upload_copies, relay_bytes_s)
+            nursery.start_soon(
+                _serve, run, listen, threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure
+            )
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -98,6 +105,7 @@ async def _serve(
     mirrors: tuple[str, ...],
     upload_copies: float,
     relay_bytes_s: float,
+    pressure: Pressure | None,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -113,6 +121,7 @@ async def _serve(
                 mirrors=mirrors,
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,
+                pressure=pressure,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())

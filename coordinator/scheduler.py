@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from barnraise.coordinator.audit import ban_text, is_banned
 from barnraise.coordinator.events import BatchFormed, Event, LeaseClosed, LeaseTimedOut, SubmissionsSkipped
 from barnraise.coordinator.state import Node, State
 from barnraise.protocol.spec import RolloutSpec
@@ -57,6 +58,8 @@ def decide_lease(
     leases_per_node: int = LEASES_PER_NODE,
 ) -> Grant | Resend | Wait:
     """Answer a lease request of ``node``, whose process is ``instance`` and holds ``policy_version``."""
+    if is_banned(node, now_ms):
+        return Wait(ban_text(node), min(node.banned_until - now_ms, MAX_RETRY_MS))
     version = _refuse_version(state, spec, policy_version)
     if version is not None:
         return version

@@ -19,6 +19,8 @@ from typing import Any
 import trio
 
 from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator.appeals import AppealBelt
+from barnraise.coordinator.audit import Pressure, epoch_events
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
@@ -29,6 +31,7 @@ from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
 from barnraise.coordinator.sessions import Sessions
+from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.workers import Learner, Verifier
@@ -80,6 +83,7 @@ async def run_coordinator(
     upload_copies: float = 0.0,
     relay_bytes_s: float = 0.0,
     serial_publishing: bool = False,
+    pressure: Pressure | None = None,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -96,6 +100,7 @@ async def run_coordinator(
         relay_bytes_s: how fast to carry shards between nodes that nobody can dial, all of them
             together, bytes/s; 0: only help them to punch holes.
         serial_publishing: have the learner wait while a version is published (to measure the difference).
+        pressure: the backlog from which proven nodes' work may be spared; None: never.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -112,12 +117,13 @@ async def run_coordinator(
         )
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
-        verify = VerifyBelt(core, verifier, progress)
+        verify = VerifyBelt(core, verifier, progress, pressure)
         learn = LearnBelt(core, learner, run.path, progress, serial_publishing)
         publish = PublishBelt(
             core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin
         )
         core.listeners.append(partial(_push_receipts, hub))
+        core.listeners.append(partial(tell_of, core, hub))
         get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin)
         try:
             async with trio.open_nursery() as nursery:
@@ -139,9 +145,10 @@ async def run_coordinator(
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)
+                nursery.start_soon(AppealBelt(core, verifier).run)
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
-                nursery.start_soon(_tick, core, sessions)
+                nursery.start_soon(_tick, core, sessions, pressure is not None)
                 task_status.started(get_state)
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 5.0):
@@ -180,7 +187,7 @@ def _push_receipts(hub: Hub, write: Write) -> None:
         hub.send_receipt(receipt.node, receipt.signed)
 
 
-async def _tick(core: Core, sessions: Sessions) -> None:
+async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
     """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
     head_at = trio.current_time() + TREE_HEAD_EVERY_S
     signed_size = 0
@@ -188,7 +195,10 @@ async def _tick(core: Core, sessions: Sessions) -> None:
         await trio.sleep(TICK_S)
         sessions.end_silent()
         try:
-            due = scheduler.expired(core.state, core.now_ms())
+            now, complete = core.now_ms(), scheduler.is_complete(core.state, core.spec.rollout)
+            due = scheduler.expired(core.state, now)
+            if spares or core.state.epochs:
+                due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:
                 await core.record(due)
             if trio.current_time() >= head_at:

@@ -14,8 +14,11 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from barnraise.coordinator import scheduler
+from barnraise.coordinator.appeals import check_appeal, check_submission, open_receipt
+from barnraise.coordinator.audit import is_banned, offence_events
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.events import (
+    AppealFiled,
     Event,
     LeaseClosed,
     LeaseIssued,
@@ -25,6 +28,7 @@ from barnraise.coordinator.events import (
 )
 from barnraise.coordinator.hub import MAX_REPORTS_OF_ONE, Hub, Live
 from barnraise.coordinator.journal import Payload
+from barnraise.coordinator.standing import check_not_banned, tell_standing
 from barnraise.coordinator.state import Node
 from barnraise.coordinator.submissions import check_lease, check_room, is_duplicate, open_submission
 from barnraise.protocol.envelope import content_id
@@ -32,6 +36,7 @@ from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import fingerprint, peer_id_of
 from barnraise.protocol.messages import (
     Acknowledged,
+    AppealRequest,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
@@ -149,6 +154,8 @@ class Sessions:
                 return self._note(live, message)
             case ReceiptsRequest():
                 return await self._receipts(live, message)
+            case AppealRequest():
+                return await self._appeal(live, message)
         raise RefusedError("unknown-request", f"{type(message).__name__} is not served here")
 
     async def _join(self, live: Live, message: JoinRequest) -> Message:
@@ -175,6 +182,7 @@ class Sessions:
             joined = NodeJoined(node=message.public_key, name=name, at_ms=now)
             await self._core.record([joined])
         log.info("%s joined (%s, %s)", name, fingerprint(live.key), live.engine)
+        tell_standing(self._core, live)
         if scheduler.is_complete(self._core.state, self._core.spec.rollout):
             live.session.push(run_complete(self._core))
         return JoinReply(
@@ -255,6 +263,7 @@ class Sessions:
             )
         except RefusedError as error:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
+            await self._offence(live, error)
             raise
         # From here to record() there is no checkpoint: nobody can use the lease in between.
         if is_duplicate(core.state, submission_id):
@@ -262,6 +271,7 @@ class Sessions:
             return Acknowledged(id=message.id, duplicate=True)
         now = core.now_ms()
         try:
+            check_not_banned(self._node(live), now)
             lease = check_lease(core.state, core.run_id, live.key, submission, now)
             check_room(len(core.state.waiting), core.state.waiting_bytes)
         except RefusedError as error:
@@ -294,6 +304,32 @@ class Sessions:
             }
         )
         return Acknowledged(id=message.id, duplicate=False)
+
+    async def _appeal(self, live: Live, message: AppealRequest) -> Message:
+        core, node, work = self._core, self._node(live), message.submission
+        receipt = await core.offload(
+            lambda: open_receipt(message.receipt, core.spec.operator, core.run_id, live.key)
+        )
+        check_appeal(core.state, node, receipt, core.now_ms())  # before anything large is looked at
+        if work is not None:
+            await core.offload(lambda: check_submission(work, receipt))
+        elif not await core.offload(lambda: core.journal.payloads([receipt.submission_id])):
+            raise RefusedError("payload-needed", "the work is no longer stored here: send it along")
+        item = check_appeal(core.state, node, receipt, core.now_ms())
+        payloads = [] if work is None else [Payload(item.submission_id, item.lease.policy_version, work)]
+        filed = AppealFiled(submission_id=item.submission_id, at_ms=core.now_ms())
+        await core.record([filed], payloads=payloads)
+        return Acknowledged(id=message.id, duplicate=False)
+
+    async def _offence(self, live: Live, error: RefusedError) -> None:
+        """What only a forger sends is held against the key that the session proved."""
+        node = self._core.state.nodes.get(live.key)
+        if node is None or is_banned(node, self._core.now_ms()):
+            return
+        if error.code == "bad-signature":
+            await self._core.record(offence_events(node, "bad-signature", self._core.now_ms()))
+        elif error.code == "wrong-signer":
+            await self._core.record(offence_events(node, "wrong-signer", self._core.now_ms()))
 
     async def _receipts(self, live: Live, message: ReceiptsRequest) -> Message:
         journal = self._core.journal

@@ -109,6 +109,10 @@ class Submission:
     voided: dict[bytes, Unproven] = field(default_factory=dict)  # what was clawed back because of it
     appealed: bool = False
 
+    def unproven(self, credit: int) -> Unproven:
+        """What an ``AuditRecord`` keeps of it, if it is not verified in full."""
+        return Unproven(self.lease.lease_id, self.number, credit)
+
 
 @dataclass(slots=True)
 class Unpublished:

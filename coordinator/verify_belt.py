@@ -12,20 +12,19 @@ from dataclasses import dataclass, field
 
 import trio
 
+from barnraise.coordinator.audit import Pressure, is_audited, pressed, verdict_events
 from barnraise.coordinator.core import Core
-from barnraise.coordinator.events import SubmissionJudged
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.errors import BarnraiseError, ChildError
-from barnraise.protocol.ledger import credit_for
 from barnraise.protocol.messages import Verdict
+from barnraise.protocol.standing import ALL, UNAUDITED, UNVERIFIABLE
 
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 16  # submissions in one batch of the verifier
 MAX_JOB_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPTS = 3
-UNVERIFIABLE = "unverifiable"  # the check named when our own verifier failed: no mark against the node
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0
 
@@ -51,6 +50,7 @@ class VerifyBelt:
     core: Core
     verifier: Verifier
     progress: Progress
+    pressure: Pressure | None = None  # None: everything is verified in full, whatever the backlog
     _put_off: dict[bytes, _Failed] = field(default_factory=dict)
     _flying: set[bytes] = field(default_factory=set)  # with the verifier now
     _batches: int = 0
@@ -134,8 +134,14 @@ class VerifyBelt:
             return ()
         payloads = await self.core.offload(lambda: self.core.journal.payloads(submission_ids))
         known = self.core.state.submissions
+        behind = self.pressure is not None and pressed(self.core.state, self.pressure, self.core.now_ms())
         return tuple(
-            VerifyJob(submission_id=key, lease=known[key].lease, payload=payloads[key])
+            VerifyJob(
+                submission_id=key,
+                lease=known[key].lease,
+                payload=payloads[key],
+                model_check=is_audited(self.core.state, known[key], self.core.audit_seed, behind),
+            )
             for key in submission_ids
             if key in payloads and key in known
         )
@@ -145,7 +151,7 @@ class VerifyBelt:
             results = await self.verifier.verify(jobs)
             _check_results(jobs, results)
         except ChildError as error:
-            given_up = [_unverifiable(job, str(error)) for job in jobs if self._put_job_off(job, len(jobs))]
+            given_up = [unverifiable(job, str(error)) for job in jobs if self._put_job_off(job, len(jobs))]
             if given_up:
                 return tuple(given_up)
             raise
@@ -162,26 +168,9 @@ class VerifyBelt:
         return failed.times >= MAX_ATTEMPTS and self._successes > failed.successes_before
 
     async def _record(self, results: tuple[Judged, ...]) -> None:
-        now = self.core.now_ms()
-        parameters = self.core.spec.model.parameters
-        events = []
-        for result in results:
-            submission = self.core.state.submissions.get(result.submission_id)
-            if submission is None or submission.status != "waiting":
-                continue
-            accepted = result.verdict.accepted
-            events.append(
-                SubmissionJudged(
-                    submission_id=result.submission_id,
-                    verdict=result.verdict,
-                    rewards=result.rewards if accepted else (),
-                    tokens=result.tokens if accepted else 0,
-                    credit=credit_for(parameters, result.tokens) if accepted else 0,
-                    blameless=result.verdict.check == UNVERIFIABLE,
-                    at_ms=now,
-                )
-            )
-        await self.core.record(events)
+        core = self.core
+        parameters = core.spec.model.parameters
+        await core.record(verdict_events(core.state, results, core.audit_seed, parameters, core.now_ms()))
 
 
 async def _either(first: trio.Event, second: trio.Event) -> None:
@@ -202,11 +191,13 @@ def _check_results(jobs: tuple[VerifyJob, ...], results: tuple[Judged, ...]) -> 
         wanted = job.lease.prompts * job.lease.group_size
         if result.verdict.accepted and len(result.rewards) != wanted:
             raise ChildError(f"the verifier gave {len(result.rewards)} rewards for {wanted} rollouts")
-        if result.verdict.accepted != (result.verdict.check == "all"):
-            raise ChildError('the verifier\'s verdict does not say "all" exactly when it accepts')
+        accepting = ALL if job.model_check else UNAUDITED
+        if result.verdict.accepted != (result.verdict.check == accepting):
+            raise ChildError(f'the verifier\'s verdict does not say "{accepting}" exactly when it accepts')
 
 
-def _unverifiable(job: VerifyJob, why: str) -> Judged:
+def unverifiable(job: VerifyJob, why: str) -> Judged:
+    """What is said when our own verifier fails on a submission: no mark against the node."""
     verdict = Verdict(
         accepted=False,
         check=UNVERIFIABLE,

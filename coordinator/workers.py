@@ -22,6 +22,7 @@ class VerifyJob(Struct, frozen=True, kw_only=True, tag=True):
     submission_id: bytes
     lease: RolloutLease
     payload: bytes
+    model_check: bool = True  # false: only the checks that need no model, and the rewards
 
 
 class Judged(Struct, frozen=True, kw_only=True, tag=True):

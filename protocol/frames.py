@@ -5,6 +5,7 @@ from __future__ import annotations
 from barnraise.protocol.messages import (
     MAX_SUBMISSION,
     Acknowledged,
+    AppealRequest,
     Frame,
     HeadPush,
     HeartbeatReply,
@@ -27,6 +28,7 @@ from barnraise.protocol.messages import (
     Refusal,
     ShardReply,
     ShardRequest,
+    StandingPush,
     SubmitRequest,
 )
 from barnraise.protocol.reach_messages import REACH_FRAMES
@@ -53,9 +55,11 @@ FRAMES: tuple[Frame, ...] = (
     Frame(22, ReceiptsRequest, 64, "request"),
     Frame(23, ReceiptsReply, 1024 * 1024, "reply"),
     Frame(24, PeerReport, 4096, "request"),
+    Frame(25, AppealRequest, MAX_SUBMISSION + 16 * 1024, "request"),
     Frame(30, HeadPush, _HEAD, "push"),
     Frame(31, ReceiptPush, _SMALL, "push"),
     Frame(32, NoticePush, 4096, "push"),
+    Frame(33, StandingPush, 4096, "push"),
     Frame(40, ShardRequest, 128, "plain"),
     Frame(41, ShardReply, 64, "plain"),
     *TREE_FRAMES,

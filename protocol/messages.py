@@ -207,6 +207,18 @@ class PeerReport(Message, frozen=True):
     message: Text
 
 
+class AppealRequest(Message, frozen=True):
+    """Ask to have a rejected submission verified again (replied to by ``Acknowledged``).
+
+    ``receipt``: its signed ``Receipt``; ``submission``: the work itself, if the node still
+    has it. The outcome comes as another receipt for the same submission.
+    """
+
+    id: RequestId
+    receipt: Signed
+    submission: Signed | None
+
+
 class HeadPush(Message, frozen=True):
     """Unasked: a new policy version was published (signed ``Manifest``)."""
 
@@ -224,6 +236,22 @@ class NoticePush(Message, frozen=True):
 
     code: Name
     message: Text
+
+
+class StandingPush(Message, frozen=True):
+    """Unasked, after joining and with every verdict: how the coordinator sees this node.
+
+    ``verified``: submissions verified in full in a row, of ``needed`` before anything may
+    be left out; ``strikes``: rejections not yet made good; no lease before ``quiet_until``
+    nor ``banned_until`` (0: no ban), and why.
+    """
+
+    verified: Count
+    needed: Count
+    strikes: Count
+    quiet_until: Millis
+    banned_until: Millis
+    reason: Text
 
 
 # --- shards, on SHARD_PROTOCOL: one request, one reply header, then raw bytes; repeat or close

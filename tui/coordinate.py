@@ -61,6 +61,12 @@ def run(
         help="Carry shards between nodes behind NAT that cannot reach each other, all together at this "
         "rate; 0: only help them to connect directly.",
     ),
+    verify_all: bool = typer.Option(
+        False,
+        "--verify-all",
+        help="Verify everything in full, however long the queue (default: under a backlog, proven nodes' "
+        "work is audited at random).",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
@@ -83,6 +89,7 @@ def run(
             listen=tuple(listen),
             threads=threads,
             verifiers=_verifier_count(verifiers),
+            verify_all=verify_all,
             mirrors=tuple(mirror),
             upload_copies=upload_copies,
             relay_bytes_s=relay * 125_000,
