@@ -8,6 +8,7 @@ the coordinator arranges hole punches, others can reach it, too.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import trio
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from barnraise.protocol.reachability import UNASKED, Reach, ask_reach, judge, re
 AGAIN_S = 900.0
 SOON_S = 60.0  # after a question that failed
 LOOK_S = 2.0
+_WAYS = ("hole-punched", "relayed")
 GIVE_UP_PUNCHES = 5  # that failed, without one that worked
 
 log = logging.getLogger("barnraise.node.reach")
@@ -30,6 +32,7 @@ async def watch(ctx: Context) -> None:
     due = place_until = 0.0
     place: tuple[str, bool] | None = None  # our circuit address, and whether it carries shards
     asked = UNASKED
+    told = ""  # by what way the coordinator knows that others reach us
     while True:
         now = trio.current_time()
         if ctx.session is None or not ctx.coordinator:
@@ -38,6 +41,7 @@ async def watch(ctx: Context) -> None:
         if ctx.session is not session or now >= due:
             session = ctx.session
             asked, relays = await _ask(ctx)
+            told = ""
             due = now + (SOON_S if asked.kind == "unknown" else AGAIN_S)
             if asked.kind != "outbound-only" or not relays:
                 place = None
@@ -46,14 +50,17 @@ async def watch(ctx: Context) -> None:
         elif place is not None and now >= place_until:
             place, place_until = await _reserve(ctx)
         _tell(ctx, _with_detours(ctx, asked, place))
+        if ctx.facts.reach.kind in _WAYS and ctx.facts.reach.kind != told:
+            told = ctx.facts.reach.kind
+            with suppress(BarnraiseError):
+                await ask_reach(ctx.network, ctx.coordinator, told, tell_only=True)
         await trio.sleep(LOOK_S)
 
 
 async def _ask(ctx: Context) -> tuple[Reach, bool]:
     """What dialling back gave, and whether there is a relay."""
-    way = ctx.facts.reach.kind
     try:
-        reply = await ask_reach(ctx.network, ctx.coordinator, way)
+        reply = await ask_reach(ctx.network, ctx.coordinator)
     except BarnraiseError as error:
         return reason_of(error), False
     return judge(ctx.network.addresses, reply), reply.relays

@@ -166,14 +166,17 @@ async def _try(network: Network, peer: str, port: int) -> PortReach:
         return PortReach(port=port, address="", error=printable(str(error), 500))
 
 
-async def ask_reach(network: Network, peer: str, way: str = "") -> ReachReply:
+async def ask_reach(network: Network, peer: str, way: str = "", *, tell_only: bool = False) -> ReachReply:
     """Ask a connected peer to dial us back on the ports that we listen on.
+
+    ``tell_only``: nobody need dial, it is just told by what ``way`` others have reached us.
 
     Raises:
         PeerError: it does not answer, or does not do that.
         MalformedError: what it answers is not a ``ReachReply``.
     """
-    ports = [port for port in map(port_of, network.addresses) if port is not None]
+    claimed = () if tell_only else network.addresses
+    ports = [port for port in map(port_of, claimed) if port is not None]
     stream: Stream | None = None
     try:
         with trio.fail_after(ASK_S):

@@ -74,7 +74,7 @@ def test_two_volunteers_behind_two_routers_work_serve_shards_and_reach_each_othe
     routers = [net.router("r1"), net.router("r2"), net.router("r3")]
     homes = [router.host(f"h{number}") for number, router in enumerate(routers)]
     routers[2].forward(4600, homes[2])
-    with place(tmp_path, versions=2) as here:
+    with place(tmp_path, versions=1) as here:
         wide = Wide(here)
         address = wide.coordinator(public, "--upload-copies", "1")
         one = wide.node(homes[0], "one", address)
@@ -87,16 +87,17 @@ def test_two_volunteers_behind_two_routers_work_serve_shards_and_reach_each_othe
             assert f"behind NAT (seen at {router.address})" in state["reach"]["cure"]
             assert "did not answer" in state["reach"]["reason"]
         # Each router lets nobody in, and each of the two is a neighbour of the other all the same.
-        punched = here.wait(
+        here.wait(
             one,
             lambda state: any(
                 link["way"] == "hole-punched" for link in (state.get("tree") or {}).get("neighbours", [])
             ),
         )
-        assert seen("hole-punched")(punched)
+        here.wait(one, seen("hole-punched"))
+        here.wait(here.run, lambda state: any(node["reach"] == "hole-punched" for node in state["nodes"]))
         for home in (one, two, three):
             here.wait(home, lambda state: state.get("accepted", 0) >= 1)
-        here.wait(here.run, lambda state: state.get("policy_version", 0) >= 2)
+        here.wait(here.run, lambda state: state.get("policy_version", 0) >= 1)
         here.wait(one, lambda state: given(here.state(one)) + given(here.state(two)) > 0)
         shown = subprocess.run(
             barnraise("swarm", str(here.run)), capture_output=True, text=True, env=environment(), check=True
