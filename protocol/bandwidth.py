@@ -23,6 +23,9 @@ LOAD_S = 0.5  # what load is averaged over, seconds
 AHEAD_S = 2.0  # seconds' worth that may be asked of others before it has arrived
 MOST_AHEAD = 64 * 1024 * 1024
 BUSY = 0.9  # of the cap: with so much in use, asking for more would bring no more
+WINDOW = 256 * 1024  # bytes that a sender may send before it feels how slowly it is read (yamux)
+WINDOWS_S = 0.25  # seconds' worth of the cap that such windows may hold together
+MOST_SENDERS = 16
 _SLACK = 1.0  # bytes: rounding of clock values must not make a waiter wait for nothing
 
 
@@ -95,6 +98,7 @@ class Pacer:
         self._others: deque[_Waiter] = deque()
         self._ahead = 0.0  # bytes
         self._adjust_at = 0.0
+        self._senders = 0
         self._changed = trio.Event()
         self.total = 0
 
@@ -158,6 +162,24 @@ class Pacer:
         """How many streams, 1 to ``most``, can share the cap and each look alive to its receiver."""
         rate = self._bucket.rate
         return most if rate is None else max(1, min(most, int(rate / MIN_RATE)))
+
+    def senders(self, sending: int) -> int:
+        """How many others to let send at a time while ``sending`` do; 0: any. Ask once a second.
+
+        As many as fit their windows into a quarter of a second's worth, at least one, and
+        more only as long as they are so slow that the cap is not used.
+        """
+        rate = self._bucket.rate
+        if rate is None:
+            self._senders = 0
+            return 0
+        fit = max(1, int(rate * WINDOWS_S / WINDOW))
+        if self.busy:
+            self._senders -= 1
+        elif sending >= self._senders:
+            self._senders += 1
+        self._senders = max(fit, min(self._senders, MOST_SENDERS))
+        return self._senders
 
     async def _turn(self, size: int, urgent: bool) -> None:
         queue = self._urgent if urgent else self._others

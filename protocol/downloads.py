@@ -18,6 +18,7 @@ _BEST_HALVES_S = 30.0  # how fast the best rate of the past is forgotten
 _LATE = 0.5  # of a fair share of the downlink: a sender that is faster is not what is slow
 _TRICKLE = 0.25  # of a fair share of what comes in
 _LOOK_AGAIN_S = 1.0
+_TURN_S = 3.0  # a neighbour that was asked begins within this time, or another is asked instead
 
 
 class Downlink:
@@ -59,11 +60,21 @@ class Downloads:
         self._config, self._rng = config, rng
         self._peers, self._versions = peers, versions
         self._downlink = Downlink()
+        self._turns: dict[str, float] = {}  # whom we ask, where not all may be asked: since when
+        self._turned_at = 0.0
+        self._passed_over: set[str] = set()
         self._typical = 1.0  # seconds that a shard takes to come, a moving average
 
     def reconfigure(self, config: TransferConfig) -> None:
         """Take other settings."""
         self._config = config
+        if not config.inbound:
+            self._turns.clear()
+
+    @property
+    def asked(self) -> int:
+        """How many neighbours have their turn; only counted where not all may be asked."""
+        return len(self._turns)
 
     def begins(self, peer: PeerState, version: int, index: int, now: float) -> None:
         """A shard is on its way from ``peer``."""
@@ -78,10 +89,12 @@ class Downloads:
         peer.window_got += size
         self._downlink.add(size, now)
 
-    def came(self, peer: PeerState, size: int, now: float) -> None:
+    def came(self, name: str, peer: PeerState, size: int, now: float) -> None:
         """All of its ``size`` bytes are here."""
         self.arrived(peer, max(0, size - peer.got), now)
         peer.receiving = None
+        if name in self._turns:
+            self._turns[name] = now
         self._typical = 0.9 * self._typical + 0.1 * (now - peer.begun_at)
 
     def starves_after(self, state: VersionState) -> float:
@@ -183,18 +196,66 @@ class Downloads:
     ) -> Effects:
         """Bring our standing order with ``name`` up to date, if that changes it."""
         rest = peer.holds.get(version, 0) & state.missing if peer.muted_until <= now else 0
+        if self._config.inbound and not self._has_turn(name, peer, now):
+            rest = 0
         chosen: list[int] = []
         while rest and len(chosen) < self._config.order:
             index = pick(state.counts.rarest(rest), self._rng)
             chosen.append(index)
             rest ^= 1 << index
-        busy = state.incoming if peer.eager else 0
+        busy = 0
+        if peer.eager:  # all that we lack, where nothing is to be pushed
+            busy = state.all & ~state.have if self._config.inbound and state.wanted else state.incoming
         order, before = tuple(chosen), peer.asked.get(version)
         if not again and busy == peer.busy_told.get(version, 0) and order == (before or ()):
             return []
         peer.asked[version], peer.busy_told[version] = order, busy
         others = tuple(members(busy))[:MAX_INDICES]
         return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved > 0))]
+
+    def turn_at(self) -> float:
+        """When turns are due to be looked at."""
+        if not self._config.inbound or all(
+            state.complete or not state.wanted for state in self._versions.values()
+        ):
+            return math.inf
+        return self._turned_at + _LOOK_AGAIN_S
+
+    def turn(self, now: float) -> Effects:
+        """Ask others in place of those who were asked and do not begin, where not all may be asked."""
+        self._turned_at = now
+        if not self._config.inbound:
+            return []
+        for name, since in list(self._turns.items()):
+            peer = self._peers.get(name)
+            if peer is None or (peer.receiving is None and now - since >= _TURN_S):
+                del self._turns[name]
+                self._passed_over.add(name)
+        names = list(self._peers)
+        self._rng.shuffle(names)
+        effects = self._order_of(names, now)  # takes the orders back, asks others
+        if self._passed_over:
+            again = [name for name in names if name in self._passed_over]
+            self._passed_over.clear()
+            effects += self._order_of(again, now)  # or the same ones, if there are no others
+        return effects
+
+    def _order_of(self, names: list[str], now: float) -> Effects:
+        return [
+            effect
+            for name in names
+            for version, state in self._versions.items()
+            for effect in self.order(name, self._peers[name], version, state, now)
+        ]
+
+    def _has_turn(self, name: str, peer: PeerState, now: float) -> bool:
+        if peer.receiving is not None:
+            self._turns.setdefault(name, now)
+        elif not any(peer.holds.get(version, 0) & state.missing for version, state in self._versions.items()):
+            self._turns.pop(name, None)
+        elif len(self._turns) < self._config.inbound and name not in self._passed_over:
+            self._turns.setdefault(name, now)
+        return name in self._turns
 
     def release(self, name: str, version: int, index: int, now: float) -> Effects:
         """The shard on its way from ``name`` will not come: everybody who holds it may be asked."""

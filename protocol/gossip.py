@@ -18,6 +18,7 @@ from typing import Any
 import trio
 from msgspec.structs import replace
 
+from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
 from barnraise.protocol.gossip_dial import open_control
 from barnraise.protocol.gossip_heads import Heads
@@ -63,6 +64,7 @@ MAX_BANNED = 4096
 LINGER_S = 1.0  # between the decision to part and the end of the connection
 STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
 SWEEP_S = 5.0
+CAP_S = 1.0
 LEAVE_S = 1.0
 PATIENCE_S = 5.0  # for the tree to bring a head that is known already
 HEADS = 8
@@ -81,6 +83,7 @@ class Gossiper:
         on_report: told of ``Report`` effects and of bans: code, peer, text.
         on_change: told when what ``state`` shows may have changed.
         known: contacts remembered from an earlier start.
+        down: the cap that ``network`` is under: it bounds how many neighbours send at a time.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Gossiper:
         views: ViewConfig | None = None,
         transfer: TransferConfig | None = None,
         known: Iterable[Contact] = (),
+        down: Pacer | None = None,
         check_opening: CheckOpening | None = None,
     ) -> None:
         addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)[:16]
@@ -126,6 +130,7 @@ class Gossiper:
         self._planned = math.inf
         self._traffic = ShardTraffic(self)
         self._known = tuple(known)
+        self._down = down
 
     # --- life
 
@@ -139,6 +144,8 @@ class Gossiper:
                 self.do(self.core.start(trio.current_time(), self._known))
                 nursery.start_soon(self._keep_time)
                 nursery.start_soon(self._sweep)
+                if self._down is not None:
+                    nursery.start_soon(self._keep_to_cap, self._down)
                 for task, arguments in self._early:
                     nursery.start_soon(task, *arguments)
                 self._early.clear()
@@ -270,6 +277,15 @@ class Gossiper:
             again = self.core.wake_at
             if again is not None and again <= trio.current_time():
                 await trio.sleep(0.05)  # whatever is due stays due: no reason to spin
+
+    async def _keep_to_cap(self, down: Pacer) -> None:
+        while True:
+            transfer = self.core.transfer
+            inbound = down.senders(transfer.asked)
+            if inbound != transfer.config.inbound:
+                config = replace(transfer.config, inbound=inbound)
+                self.do(self.core.reconfigure(config, trio.current_time()))
+            await trio.sleep(CAP_S)
 
     async def _sweep(self) -> None:
         """End links that are nobody's: strangers who say nothing, leftovers of a hang-up."""

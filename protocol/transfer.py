@@ -45,7 +45,15 @@ from barnraise.protocol.tree_effects import (
     StopReceive,
     StopSend,
 )
-from barnraise.protocol.tree_messages import MAX_SHARDS, Bitmap, Cancel, Have, Unavailable, Want
+from barnraise.protocol.tree_messages import (
+    MAX_INDICES,
+    MAX_SHARDS,
+    Bitmap,
+    Cancel,
+    Have,
+    Unavailable,
+    Want,
+)
 from barnraise.protocol.uploads import Uploads
 
 
@@ -67,7 +75,7 @@ class Transfer:
     @property
     def wake_at(self) -> float | None:
         """When ``on_time`` is due next, or None."""
-        times = []
+        times = [self._downloads.turn_at()]
         for peer in self._peers.values():
             if peer.receiving is not None:
                 times.append(self._downloads.judged_at(peer))
@@ -77,7 +85,8 @@ class Transfer:
             if state.wanted and not state.complete:
                 times.append(state.progress_at + self._downloads.starves_after(state))
         times += [at for at in self._uploads.held_up_at() if at > self._checked_at]
-        return min(times, default=None)
+        earliest = min(times)
+        return earliest if earliest < math.inf else None
 
     def bitmap(self, version: int) -> int:
         """Which shards of ``version`` are here, as a mask; 0 for an unknown version."""
@@ -97,6 +106,11 @@ class Transfer:
         return {name: peer.sending for name, peer in self._peers.items() if peer.sending is not None}
 
     @property
+    def asked(self) -> int:
+        """How many neighbours are asked for shards at the moment, under ``config.inbound``."""
+        return self._downloads.asked
+
+    @property
     def upload(self) -> float:
         """The measured upload in bytes per second; 0 until all slots were in use for a while."""
         return self._uploads.uplink.rate
@@ -110,10 +124,14 @@ class Transfer:
 
     def reconfigure(self, config: TransferConfig, now: float) -> Effects:
         """Take other settings while transfers run; those under way go on."""
+        unlimited = self.config.inbound and not config.inbound
         self.config = config
         self._uploads.reconfigure(config)
         self._downloads.reconfigure(config)
-        return self._uploads.fill(now)
+        effects = self._uploads.fill(now)
+        for version, state in self._versions.items() if unlimited else ():
+            effects += self._downloads.order_all(version, state, now)
+        return effects
 
     def want(
         self, version: int, sizes: Sequence[int], now: float, *, have: int = 0, wanted: bool = True
@@ -144,6 +162,8 @@ class Transfer:
             self._versions.update(newest_first)
             for name, peer in self._peers.items():
                 effects.append(self._tell(name, peer, version, state, ask=True))
+                if self.config.inbound and peer.eager:  # before it begins to push
+                    effects += self._downloads.order(name, peer, version, state, now)
             return effects if state.missing or not have else [*effects, Complete(version)]
         longer = len(sizes) > len(state.sizes)
         state.extend(sizes)
@@ -251,7 +271,7 @@ class Transfer:
         """The last byte of a shard arrived; its hash is being checked. ``name`` may send the next one."""
         peer = self._peers.get(name)
         if peer is not None and peer.receiving == (version, index):
-            self._downloads.came(peer, self._versions[version].sizes[index], now)
+            self._downloads.came(name, peer, self._versions[version].sizes[index], now)
         return []
 
     def verified(self, name: str | None, version: int, index: int, now: float) -> Effects:
@@ -380,6 +400,8 @@ class Transfer:
                 self.stats.timeouts += why == "timeout"
                 self.stats.trickles += why == "trickle"
                 effects += self._downloads.give_up(name, peer, why, now)
+        if self._downloads.turn_at() <= now:
+            effects += self._downloads.turn(now)
         for version, state in self._versions.items():
             waited = now - state.progress_at
             if state.wanted and not state.complete and waited >= self._downloads.starves_after(state):
@@ -397,7 +419,8 @@ class Transfer:
 
     def _on_want(self, peer: PeerState, version: int, state: VersionState, want: Want, now: float) -> Effects:
         mask = to_mask(want.indices)
-        peer.orders[version] = Order(mask, to_mask(want.busy), want.starved)
+        full = len(want.busy) == MAX_INDICES
+        peer.orders[version] = Order(mask, to_mask(want.busy), want.starved, full)
         if peer.sending is not None and peer.sending[0] == version:
             mask &= ~(1 << peer.sending[1])
         if now - peer.sent_at < CROSSING and not want.starved:

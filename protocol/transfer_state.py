@@ -22,6 +22,8 @@ class TransferConfig(Struct, frozen=True):
     neighbour holds or that a starved node orders. ``slow_fraction``: of its fair share;
     below it, three times in a row, an eager child is demoted. ``floor``: bytes/s below
     which a sender counts as trickling (half of the smallest cap that a node may have).
+    ``inbound``: neighbours asked at a time (0: all), for a node under a download cap: each
+    sends a whole window before it feels that it is read slowly.
     """
 
     slots: int = 2
@@ -36,6 +38,7 @@ class TransferConfig(Struct, frozen=True):
     versions: int = 4
     slow_fraction: float = 0.25
     floor: float = 16e3
+    inbound: int = 0
 
 
 class Stats(Struct):
@@ -107,6 +110,7 @@ class Order(Struct):
     mask: int
     busy: int
     starved: bool
+    full: bool = False  # so much is busy that nothing is to be pushed
 
 
 class PeerState:

@@ -151,8 +151,8 @@ class Want(Message, frozen=True):
     """A standing order, in place of the one before: send any one of ``indices``, the first ones rather.
 
     The answer is one shard at a time; its arrival is followed by a new order.
-    ``busy``: shards under way from others, not to be pushed. ``starved``: nothing
-    has come from anybody for a while.
+    ``busy``: shards under way from others, not to be pushed; 64 of them, and nothing is
+    to be pushed. ``starved``: nothing has come from anybody for a while.
     """
 
     version: Version

@@ -157,7 +157,7 @@ class Uploads:
                     continue
                 order = peer.orders.get(version)
                 mask = order.mask if order is not None else 0
-                if name in pushed:
+                if name in pushed and not (order is not None and order.full):
                     mask |= ~holds & ~(order.busy if order is not None else 0)
                 mask &= state.have
                 if spent and not (order is not None and order.starved):

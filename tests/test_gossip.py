@@ -383,6 +383,33 @@ async def test_a_host_under_a_tight_cap_is_slow_and_loses_nobody(
         assert all("slow" not in host.gossiper.banned for host in field.hosts.values())
 
 
+@pytest.mark.parametrize("up", [8000, 350], ids=["fast", "three-fill-it"])
+async def test_a_download_cap_holds_over_any_five_seconds_and_is_used_however_many_send(
+    tmp_path: Path, autojump_clock: Clock, up: int
+) -> None:
+    """Seven neighbours have the version when the capped node comes."""
+    cap, arrived = 1000 * KIB, [0]
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=8000 * KIB)
+        for number in range(6):
+            await field.add(f"n{number}", up=up * KIB)
+        await trio.sleep(15)
+        signed = origin.publish(1, 8 * 1024 * KIB, 256 * KIB)
+        await field.until_done(1, limit=100)
+        capped = await field.add("capped", down=cap, beside=False)
+        origin.gossiper.publish(signed, opened(signed))
+        while 1 not in capped.done:
+            await trio.sleep(0.25)
+            arrived.append(capped.network.bytes_in)
+            assert len(arrived) < 400
+        assert capped.whole(signed)
+    begin = next(index for index, size in enumerate(arrived) if size > 64 * KIB) - 1
+    windows = [(b - a) / 5 / cap for a, b in zip(arrived[begin:], arrived[begin + 20 :], strict=False)]
+    assert len(windows) > 5
+    assert max(windows) < 1.1
+    assert min(windows) > 0.8
+
+
 async def test_links_outlast_an_hour_without_a_version(tmp_path: Path, autojump_clock: Clock) -> None:
     async with meadow(tmp_path) as field:
         origin = await field.add("o", up=1000 * KIB)

@@ -332,6 +332,57 @@ def test_an_even_share_of_whatever_downlink_is_never_at_fault(
         assert not core.on_time(second + 0.01)
 
 
+def test_a_node_under_a_cap_asks_as_many_as_it_may_and_others_when_those_do_not_begin() -> None:
+    core = node("a", "b", "c", inbound=1)
+    for peer in "abc":
+        says(core, peer, tuple(range(8)))
+    asked = [name for name in "abc" if core._peers[name].asked.get(1)]
+    assert len(asked) == 1
+    seen = set(asked)
+    for second in range(1, 40):
+        core.on_time(float(second))
+        now = [name for name in "abc" if core._peers[name].asked.get(1)]
+        assert len(now) == 1
+        seen |= set(now)
+    assert seen == set("abc")
+    core.incoming(now[0], 1, 0, 40.0)
+    for second in range(41, 45):
+        core.progress(now[0], 100_000, float(second))
+        core.on_time(float(second))
+        assert [name for name in "abc" if core._peers[name].asked.get(1)] == now  # it has begun
+    core.link_down(now[0], 45.0)
+    core.on_time(46.0)
+    assert len([name for name in core._peers if core._peers[name].asked.get(1)]) == 1
+    effects = core.reconfigure(TransferConfig(inbound=0), 46.5)
+    assert len([name for name in core._peers if core._peers[name].asked.get(1)]) == 2, effects
+
+
+def test_a_node_under_a_cap_is_pushed_nothing() -> None:
+    core = node("a", inbound=1)
+    core.link_eager("a", 0.0, eager=True)
+    effects = says(core, "a", ())
+    effects += says(core, "a", (0,))
+    (want,) = [effect.message for effect in effects if isinstance(effect, Send)][-1:]
+    assert isinstance(want, Want)
+    assert set(want.busy) == set(range(8))
+    pusher = node("b", have=tuple(range(8)))
+    pusher.link_eager("b", 0.0, eager=True)
+    wants(pusher, "b", (), busy=tuple(range(8)))
+    assert not starts(says(pusher, "b", ()))
+
+
+def test_whoever_names_sixty_four_busy_shards_is_pushed_nothing() -> None:
+    core = Transfer(random.Random(1), TransferConfig())
+    core.link_up("a", 0.0)
+    core.link_eager("a", 0.0, eager=True)
+    core.want(1, [SHARD] * 200, 0.0)
+    for index in range(200):
+        core.verified(None, 1, index, 0.0)
+    wants(core, "a", (), busy=tuple(range(64)))
+    assert not starts(says(core, "a", ()))
+    assert starts(wants(core, "a", (150,), busy=tuple(range(64)))) == [StartSend("a", 1, 150)]
+
+
 # --- what others want
 
 
