@@ -59,6 +59,7 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
         on_report=report,
         on_change=ctx.changed.set,
         known=load_contacts(ctx.config.run_path(run.run_id)),
+        down=ctx.limits.down,
     )
     ctx.treecast = TreecastFetcher(gossiper, beside)
     ctx.entered.set()

@@ -128,6 +128,7 @@ class Host:
             on_report=lambda code, peer, text: self.reports.append((code, peer, text)),
             views=views,
             transfer=transfer,
+            down=self.network.down,
         )
         sources = (
             []
