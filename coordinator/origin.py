@@ -22,6 +22,7 @@ from barnraise.protocol.gossip_state import tree_state
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.network import Network
+from barnraise.protocol.opening import Opening
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.transfer_state import TransferConfig
@@ -73,6 +74,10 @@ class Origin:
         """Let a version, whose shards are in the store, into the tree."""
         self.gossiper.lists.hold(manifest)
         self.gossiper.publish(signed, manifest)
+
+    def open(self, signed: Signed, opening: Opening) -> None:
+        """Let the first shards of a version, which are in the store, into the tree."""
+        self.gossiper.openings.publish(signed, opening)
 
     def retain(self, versions: Iterable[int]) -> None:
         """Serve only these from now on."""

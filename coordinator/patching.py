@@ -169,6 +169,18 @@ def offer_patches(
     return tuple(sorted(offered, key=lambda patch: (patch.path, patch.base_version)))
 
 
+def expected_bases(version: int, previous: Previous | None, policy: PatchPolicy = POLICY) -> tuple[int, ...]:
+    """The versions that patches to ``version`` may begin with, as far as can be said before they are made.
+
+    Whoever holds one of them is told to wait for the patch; should none come, that
+    node fetches whole files a little later than it might have. Pure.
+    """
+    if previous is None or is_keyframe(version, policy):
+        return ()
+    bases = [patch.base_version for patch in previous.manifest.patches]
+    return tuple(sorted({*bases, previous.manifest.version}))[-policy.chain :]
+
+
 def patch_places(run_folder: Path, manifest: Manifest) -> list[tuple[PatchEntry, Path]]:
     """Each patch that a manifest lists, and where its file lies or lay."""
     return [

@@ -32,7 +32,8 @@ from barnraise.coordinator.workers import Learner, checkpoint_folder
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.manifest import manifest_bytes
-from barnraise.protocol.messages import Manifest
+from barnraise.protocol.messages import Manifest, Signed
+from barnraise.protocol.opening import Opening
 from barnraise.protocol.store import DiskStore
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class PublishBelt:
         await core.record([])  # that it was trained is durable before anything is signed
         await self._present(due)
         now = core.now_ms()
+        tell = None if self.origin is None else partial(self._opened, trio.lowlevel.current_trio_token())
         signed, manifest = await core.offload(
             lambda: publisher.publish(
                 self.run_folder,
@@ -117,6 +119,7 @@ class PublishBelt:
                 self.shard_size,
                 self._previous(),
                 self.mirrors,
+                tell,
             )
         )
         published = VersionPublished(
@@ -134,6 +137,11 @@ class PublishBelt:
             self.origin.publish(signed, manifest)
         self.announce(_line(published))
         await self._clean_up()
+
+    def _opened(self, loop: trio.lowlevel.TrioToken, signed: Signed, opening: Opening) -> None:
+        """In the thread that hashes: the tree learns of it on the event loop."""
+        assert self.origin is not None
+        loop.run_sync_soon(self.origin.open, signed, opening)
 
     async def _present(self, due: Unpublished) -> None:
         """Have the checkpoint made again if its folder is gone (a disk restored, a folder deleted)."""
@@ -158,12 +166,17 @@ class PublishBelt:
         oldest = state.head - state.max_lag
         needed = [lease.terms.policy_version for lease in state.leases.values()]
         needed += [state.submissions[key].lease.policy_version for key in state.waiting]
+        # A rejected submission may be appealed: then its weights are needed once more.
+        needed += [
+            item.lease.policy_version for item in state.submissions.values() if item.status == "rejected"
+        ]
         keep_from = max(min([oldest - 1, *needed]), oldest - MOST_KEPT)
         stored = await core.offload(lambda: core.journal.payload_ids(oldest))
         settled = [
             key
             for key in stored
-            if key not in core.state.submissions or core.state.submissions[key].status in SETTLED
+            if key not in core.state.appeals
+            and (key not in core.state.submissions or core.state.submissions[key].status in SETTLED)
         ]
         if settled:
             await core.record([], drop_payloads=settled)

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE
-from barnraise.coordinator.patching import Previous, offer_patches, patch_places
+from barnraise.coordinator.opening import OpeningWriter, Tell
+from barnraise.coordinator.patching import Previous, expected_bases, offer_patches, patch_places
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards
@@ -49,10 +50,12 @@ def publish(
     shard_size: int = MAX_SHARD,
     previous: Previous | None = None,
     mirrors: tuple[str, ...] = (),
+    tell: Tell | None = None,
 ) -> tuple[Signed, Manifest]:
     """Cut a version into shards that ``store`` serves, and sign its manifest.
 
     With ``previous``, the version before, patches from it are made and offered too.
+    ``tell`` is told of openings while files are hashed (``barnraise.coordinator.opening``).
     ``mirrors`` are named in the manifest (``barnraise.protocol.mirrors``).
 
     Raises:
@@ -66,7 +69,14 @@ def publish(
                 raise RunFolderError(
                     f"{files[name]} is not the file that the run spec names; restore it from checkpoint 0"
                 )
-        manifest = build_manifest(run_id, version, files, shard_size, now_ms, lambda digest, data: None)
+        writer = None
+        if tell is not None:
+            bases = expected_bases(version, previous)
+            writer = OpeningWriter(run_id, version, files, shard_size, now_ms, bases, store, sign, tell)
+        put = _keep_nothing if writer is None else writer.put
+        manifest = build_manifest(run_id, version, files, shard_size, now_ms, put)
+        if writer is not None and bases:
+            writer.finish()
     except FileNotFoundError as error:
         raise RunFolderError(
             f"checkpoint {version} is incomplete: {error.filename} is missing; delete its folder, "
@@ -80,6 +90,10 @@ def publish(
     manifest = msgspec.structs.replace(manifest, mirrors=mirrors)
     serve(run_folder, store, manifest, files)
     return sign(manifest), manifest
+
+
+def _keep_nothing(digest: bytes, data: bytes) -> None:
+    """Shards stay where they are, inside the checkpoint."""
 
 
 def serve(run_folder: Path, store: DiskStore, manifest: Manifest, files: dict[str, Path]) -> None:

@@ -16,10 +16,12 @@ from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
 from barnraise.node.engine import Engine
+from barnraise.node.kept import KeptWork
 from barnraise.node.known import KnownRuns
 from barnraise.node.link import Run
 from barnraise.node.model import Event, State
 from barnraise.node.pending import PendingWork
+from barnraise.node.prefetch import Prefetch
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.state import Facts, state_tree
 from barnraise.node.traffic import Limits
@@ -79,9 +81,11 @@ class Context:
     session: Session | None = None
     pending: PendingWork | None = None
     receipts: ReceiptBook | None = None
+    kept: KeptWork | None = None
     versions: Versions | None = None
     fetcher: SwarmFetcher | None = None
     treecast: TreecastFetcher | None = None
+    prefetch: Prefetch | None = None
     entered: trio.Event = field(default_factory=trio.Event)  # the run is known, its folders are open
     reach_known: trio.Event = field(default_factory=trio.Event)  # facts.reach is more than a guess
     head: Signed | None = None  # the newest manifest, checked

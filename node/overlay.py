@@ -10,14 +10,16 @@ from contextlib import suppress
 import trio
 
 from barnraise.node import reach
-from barnraise.node.broadcast import TreecastFetcher
+from barnraise.node.broadcast import LEAST_CAP, TreecastFetcher
 from barnraise.node.context import Context
+from barnraise.node.prefetch import Prefetch
 from barnraise.node.remembered import load_contacts, save_contacts
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import Acknowledged, PeerReport, Signed
+from barnraise.protocol.opening import check_opening
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.wire import printable
@@ -56,12 +58,15 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
         lambda head: check_manifest(head, run.spec, run.run_id),
         random.Random(ctx.rng.random()),
         on_head=lambda head, manifest: believe(head),
+        check_opening=lambda opening: check_opening(opening, run.spec, run.run_id),
         on_report=report,
         on_change=ctx.changed.set,
         known=load_contacts(ctx.config.run_path(run.run_id)),
         down=ctx.limits.down,
     )
     ctx.treecast = TreecastFetcher(gossiper, beside)
+    assert ctx.versions is not None
+    ctx.prefetch = Prefetch(gossiper, ctx.versions, lambda: _idle(ctx), ctx.say)
     ctx.entered.set()
 
 
@@ -101,7 +106,16 @@ async def take_part(ctx: Context) -> None:
             if slots != now:
                 now = slots
                 gossiper.serve(slots)
+            if slots == 0 and ctx.prefetch is not None and ctx.state.held is not None:
+                ctx.prefetch.stop()
             await trio.sleep(_LOOK_S)
+
+
+def _idle(ctx: Context) -> bool:
+    """Whether the node may fetch a version ahead: not held up, nothing to fetch, no narrow cap."""
+    cap = ctx.limits.down.rate
+    free = ctx.state.held is None and ctx.state.fetching is None and ctx.state.fetched >= ctx.state.head
+    return free and (cap is None or cap >= LEAST_CAP)
 
 
 async def _remember(ctx: Context, gossiper: Gossiper) -> None:
@@ -127,4 +141,6 @@ def settled(ctx: Context, head: Signed) -> None:
     manifest = gossiper.heads.manifest_of(head)
     if manifest is not None:
         gossiper.lists.hold(manifest)
+    if ctx.prefetch is not None:
+        ctx.prefetch.settled()
     gossiper.lists.retain(ctx.versions.on_disk())

@@ -101,6 +101,11 @@ class Versions:
         found = (_VERSION.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a version is being fetched or assembled."""
+        return self._busy.locked()
+
     def path(self, version: int) -> Path:
         """Where a version's files lie, or would lie."""
         return self.folder / version_name(version)

@@ -199,6 +199,15 @@ class DiskStore:
         with self._lock:
             self._pins.pop(owner, None)
 
+    def discard(self, digests: Iterable[bytes]) -> None:
+        """Delete those of ``digests`` that are files of the store's own and that nobody has pinned."""
+        with self._lock:
+            pinned = self._pinned()
+            for digest in digests:
+                place = self._places.get(digest)
+                if place is not None and not place.adopted and digest not in pinned:
+                    self._drop(digest)
+
     def sweep(self) -> None:
         """Delete every shard of the store's own that nobody has pinned."""
         with self._lock:

@@ -14,6 +14,7 @@ import trio
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.presets import demo
 from barnraise.node.broadcast import TreecastFetcher
+from barnraise.node.prefetch import Prefetch
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol.bandwidth import Pacer
@@ -25,6 +26,7 @@ from barnraise.protocol.manifest import build_manifest, check_manifest, folder_m
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, Signed
 from barnraise.protocol.network import Network
+from barnraise.protocol.opening import check_opening
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.spec import ModelSpec, RunSpec
@@ -126,6 +128,7 @@ class Host:
             rng,
             on_head=self._on_head,
             on_report=lambda code, peer, text: self.reports.append((code, peer, text)),
+            check_opening=lambda signed: check_opening(signed, SPEC, RUN),
             views=views,
             transfer=transfer,
             down=self.network.down,
@@ -139,6 +142,7 @@ class Host:
             self.network, self.store, lambda version: sources, down=self.network.down, rng=rng
         )
         self.fetcher = TreecastFetcher(self.gossiper, swarm)
+        self.prefetch = Prefetch(self.gossiper, self.versions)
         self.network.set_handler(SHARD_PROTOCOL, serve_shards(self.store, sent=self._sent))
 
     def _sent(self, peer_id: str, size: int) -> None:
@@ -164,6 +168,7 @@ class Host:
             return
         self.gossiper.lists.hold(manifest)
         self.gossiper.lists.retain(self.versions.on_disk())
+        self.prefetch.settled()
         self.done[manifest.version] = trio.current_time()
 
     def publish(self, version: int, size: int = 1024 * KIB, shard: int = 16 * KIB) -> Signed:
