@@ -3,7 +3,7 @@
 What it uploads of each version is the operator's choice: as much as its link takes
 (``copies`` 0), or about so many copies, after which it sends only what no neighbour
 has or what a node cannot get elsewhere. Shards asked for beside the tree
-(``SHARD_PROTOCOL``) are not counted.
+(``SHARD_PROTOCOL``) are counted as well, but not refused: who asks so has nobody else.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ async def run_coordinator(
                     nursery.start_soon(_show, core, changed)
                 network.set_handler(HELLO_PROTOCOL, answer_hello)
                 network.set_handler(SESSION_PROTOCOL, sessions.serve)
-                network.set_handler(SHARD_PROTOCOL, serve_shards(store))
+                network.set_handler(SHARD_PROTOCOL, serve_shards(store, sent=origin.gossiper.sent_beside))
                 relay = Relay(network, None if relay_bytes_s <= 0 else bulk(relay_bytes_s))
                 network.set_handler(HOP_PROTOCOL, relay.serve)
                 network.set_handler(REACH_PROTOCOL, serve_reach(network, relays=True, on_reach=hub.reached))

@@ -170,6 +170,10 @@ class Gossiper:
         fit = tuple(address for address in addresses if 0 < len(address) <= 256)[:16]
         self.core.views.me = Contact(peer_id=self.network.peer_id, addresses=fit)
 
+    def sent_beside(self, peer: str, size: int) -> None:
+        """Bytes of shards that ``peer`` got of us beside the tree: the upload limit counts them too."""
+        self.core.transfer.sent_beside(size)
+
     def serve(self, slots: int) -> None:
         """Upload at most ``slots`` shards at a time from now on (0: none)."""
         config = replace(self.core.transfer.config, slots=slots, max_slots=slots)

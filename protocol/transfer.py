@@ -341,6 +341,16 @@ class Transfer:
         """The last byte of a shard was handed to the connection with ``name``."""
         return [*self._uploads.sent(name, version, index, now), *self._uploads.fill(now)]
 
+    def sent_beside(self, size: int) -> None:
+        """``size`` bytes of shards went out to somebody who asked beside the links.
+
+        They count against ``config.copies`` like those of the links: of the newest
+        version's files, the largest list there is, since whose they are is not known.
+        """
+        if self._versions:
+            newest = max(self._versions, key=lambda version: (self._versions[version].total, version))
+            self._versions[newest].sent_bytes += size
+
     def send_failed(self, name: str, version: int, index: int, now: float) -> Effects:
         """A shard could not be sent whole (the stream broke); the link itself may still be up."""
         peer = self._peers.get(name)

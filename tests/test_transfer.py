@@ -470,6 +470,15 @@ def test_an_origin_at_its_limit_sends_only_what_is_missing_nearby_or_starving() 
     assert starts(wants(core, "a", (1,), starved=True)) == [StartSend("a", 1, 1)]
 
 
+def test_what_goes_out_beside_the_links_counts_against_the_origins_limit() -> None:
+    core = node("a", "b", have=tuple(range(8)), copies=1.5, slots=4, max_slots=4)
+    says(core, "b", (0,))
+    core.sent_beside(12 * SHARD)  # one and a half copies
+    says(core, "a", ())
+    assert {start.index for start in starts(wants(core, "a", (0,)))} == set()  # b has it
+    assert {start.index for start in starts(wants(core, "a", (0, 1)))} == {1}  # nobody has it
+
+
 def test_a_shard_lost_from_disk_is_withdrawn_and_wanted_again() -> None:
     core = node("a", have=(0, 1))
     says(core, "a", (1,))
