@@ -21,6 +21,7 @@ from torch import Tensor
 from barnraise.kernels.models import Policy
 from barnraise.kernels.prefill import check_tokens
 from barnraise.kernels.sampling import draw
+from barnraise.kernels.shared_prefill import new_cache
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.spec import SamplingSpec
 
@@ -174,7 +175,7 @@ def _forward(
         [[0] * pad + list(p) for pad, p in zip(padding, unique, strict=True)], device=policy.device
     )
     start = torch.tensor(padding, device=policy.device)
-    cache = _cache(policy)
+    cache = new_cache(policy)
     arguments: dict[str, Any] = {policy.cache_argument: cache, "use_cache": True}
 
     def run(ids: Tensor, first: int, start: Tensor) -> Tensor:
@@ -201,19 +202,6 @@ def _forward(
             start = start[steps.keep]
         yield run(steps.next_input[:, None], width, start)
         width += 1
-
-
-def _cache(policy: Policy) -> Any:
-    from transformers import DynamicCache
-
-    # A cache made from the config drops what is outside of any "sliding_window" it finds there,
-    # even where the architecture ignores that setting. One that keeps all is right for every
-    # attention, whose masks do the rest; only layers of another kind need to be told apart.
-    text = policy.config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds <= {"full_attention", "sliding_attention", "chunked_attention"}:
-        return DynamicCache()
-    return DynamicCache(config=policy.config)
 
 
 class _Steps:

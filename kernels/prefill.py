@@ -3,8 +3,9 @@
 Aligned as in ``barnraise.kernels.generate``: state ``t`` produced completion token
 ``t``; the first is that of the last prompt position, and the last token is never fed.
 
-Rows are padded on the right: under a causal mask no real position can see what comes
-after it, so no attention mask is needed and the fast causal kernels apply.
+Where many completions share few prompts, those are run once (``barnraise.kernels.shared_prefill``).
+Else rows are padded on the right: under a causal mask no real position can see what comes after it,
+so no attention mask is needed and the fast causal kernels apply.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from barnraise.kernels.models import Policy
+from barnraise.kernels.shared_prefill import saves, shared_states
 
 
 @overload
@@ -66,6 +68,12 @@ def prefill(
     check_tokens(policy, (completion for completion in completions if completion))
     states: list[Tensor] = [torch.empty(0, policy.hidden_size, dtype=policy.compute_dtype)] * len(rows)
     wanted = [i for i, completion in enumerate(completions) if completion]
+    if not grad:
+        asked, given = [prompts[i] for i in wanted], [completions[i] for i in wanted]
+        if saves(policy, asked, given):
+            for i, state in zip(wanted, shared_states(policy, asked, given, max_tokens), strict=True):
+                states[i] = state
+            return states
     with torch.set_grad_enabled(grad):
         for batch in _batches(wanted, [len(row) for row in rows], max_tokens):
             hidden = policy.hidden(_right_padded([rows[i] for i in batch], policy.device), use_cache=False)

@@ -15,6 +15,7 @@ from barnraise.kernels.generate import Completion, GenerationStopped, generate, 
 from barnraise.kernels.models import Policy, _wrap
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.sampling import margins
+from barnraise.kernels.shared_prefill import saves, shared_states
 from barnraise.protocol.spec import SamplingSpec
 
 torch.set_num_threads(1)
@@ -104,7 +105,6 @@ def test_every_token_is_the_sample_that_its_seed_gives(changes: dict[str, Any]) 
             spec.temperature,
             spec.top_k,
             spec.top_p,
-            slack=1e-3,
         )
     assert margin.max() < 1e-3
     claimed = torch.tensor([value for completion in done for value in completion.logprobs])
@@ -173,6 +173,40 @@ def test_tokens_outside_the_vocabulary_and_empty_prompts_are_refused() -> None:
             prefill(policy, [prompt], [[2]])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         prefill(policy, [[2]], [[2, 40]])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "max_tokens"),
+    [*((name, 60) for name in ARCHITECTURES), ("llama", 1), ("qwen3", 10_000)],
+)
+def test_prompts_that_many_completions_share_give_the_states_of_plain_prefill(
+    architecture: str, max_tokens: int
+) -> None:
+    policy = policy_of(architecture)
+    rng = random.Random(2)
+    prompts = [prompt for prompt in some_prompts(4) for _ in range(5)]
+    completions = [[rng.randrange(40) for _ in range(rng.randrange(1, 20))] for _ in prompts]
+    order = rng.sample(range(len(prompts)), len(prompts))
+    prompts, completions = [prompts[i] for i in order], [completions[i] for i in order]
+    shared = shared_states(policy, prompts, completions, max_tokens)
+    for prompt, completion, state in zip(prompts, completions, shared, strict=True):
+        assert state.shape == (len(completion), policy.hidden_size)
+        torch.testing.assert_close(state, prefill(policy, [prompt], [completion])[0], atol=1e-4, rtol=1e-4)
+
+
+def test_sharing_is_chosen_where_it_saves_and_leaves_out_empty_completions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = policy_of("qwen3")
+    long, short = list(range(2, 14)), [3]
+    assert saves(policy, [long] * 4, [[5]] * 4)
+    assert not saves(policy, [long], [[5]])
+    assert not saves(policy, [short] * 4, [[5] * 9] * 4)
+    completions = [[5, 6], [], [7], [8, 9, 10], [1]]
+    states = prefill(policy, [long] * 5, completions)
+    monkeypatch.setattr("barnraise.kernels.prefill.saves", lambda *_: False)
+    for mine, plain in zip(states, prefill(policy, [long] * 5, completions), strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_prefill_with_gradients_gives_the_same_states_and_a_graph() -> None:
