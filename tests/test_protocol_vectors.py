@@ -18,6 +18,7 @@ from barnraise.protocol import (
     frames,
     ledger,
     messages,
+    opening,
     pretrain,
     reach_messages,
     seeds,
@@ -39,6 +40,7 @@ PARTS = (
     messages.Peer,
     messages.FileEntry,
     messages.PatchEntry,
+    opening.OpenedFile,
     messages.Rollout,
     messages.Verdict,
     tree_messages.Contact,
@@ -48,6 +50,7 @@ PARTS = (
 )
 SIGNED = (
     messages.Manifest,
+    opening.Opening,
     messages.RolloutLease,
     messages.RolloutSubmission,
     pretrain.BlockLease,
@@ -60,7 +63,12 @@ SPECS = tuple(
     info.type.cls  # type: ignore[attr-defined]
     for info in inspect.type_info(spec.RunSpec).fields  # type: ignore[attr-defined]
     if isinstance(info.type, inspect.StructType)
-) + (pretrain.PretrainSpec, pretrain.BlockRecipe, pretrain.JointRecipe, pretrain.BlockTolerance)
+) + (
+    pretrain.PretrainSpec,
+    pretrain.BlockRecipe,
+    pretrain.JointRecipe,
+    pretrain.BlockTolerance,
+)
 ENTRIES: tuple[type[messages.Message], ...] = ledger.LedgerEntry.__args__  # type: ignore[attr-defined]
 
 
@@ -92,7 +100,9 @@ def describe(info: inspect.Type) -> str:
                 if info.gt is None
                 else " >0"
             )
-            return f"float{low}" + (f"..{number(info.le)}" if info.le is not None else "")
+            return f"float{low}" + (
+                f"..{number(info.le)}" if info.le is not None else ""
+            )
         case inspect.BoolType():
             return "bool"
         case inspect.StrType(pattern=str(pattern)):
@@ -105,12 +115,15 @@ def describe(info: inspect.Type) -> str:
             return f"array{span(info.min_length, info.max_length)} of {describe(info.item_type)}"
         case inspect.DictType():
             most = span(info.min_length, info.max_length)
-            return f"map{most} of {describe(info.key_type)} to {describe(info.value_type)}"
+            return (
+                f"map{most} of {describe(info.key_type)} to {describe(info.value_type)}"
+            )
         case inspect.LiteralType():
             return "one of " + ", ".join(str(value) for value in info.values)
         case inspect.UnionType():
             return " or ".join(
-                "nil" if isinstance(item, inspect.NoneType) else describe(item) for item in info.types
+                "nil" if isinstance(item, inspect.NoneType) else describe(item)
+                for item in info.types
             )
         case inspect.StructType():
             return info.cls.__name__
@@ -138,7 +151,9 @@ def test_the_document_has_every_frame(frame: messages.Frame) -> None:
     assert frame_row(frame) in DOCUMENT.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("type_", [*PARTS, *SIGNED, *SPECS, *ENTRIES], ids=lambda type_: type_.__name__)
+@pytest.mark.parametrize(
+    "type_", [*PARTS, *SIGNED, *SPECS, *ENTRIES], ids=lambda type_: type_.__name__
+)
 def test_the_document_has_every_part_payload_and_entry(type_: type[Any]) -> None:
     assert row(type_) in DOCUMENT.read_text(encoding="utf-8").splitlines()
 
@@ -146,7 +161,10 @@ def test_the_document_has_every_part_payload_and_entry(type_: type[Any]) -> None
 def test_the_document_names_every_ledger_rule_and_protocol_id() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     source = Path(ledger.__file__).read_text(encoding="utf-8")
-    rules = set(re.findall(r'LedgerError\(\s*index, "([a-z-]+)"', source)) | {"starts-with-run", "one-run"}
+    rules = set(re.findall(r'LedgerError\(\s*index, "([a-z-]+)"', source)) | {
+        "starts-with-run",
+        "one-run",
+    }
     assert len(rules) == 15
     for name in (
         *rules,
@@ -181,7 +199,9 @@ def example_spec(operator: bytes) -> spec.RunSpec:
         environment=spec.EnvironmentSpec(
             name="reverse", settings="{}", prompt_format="plain", system_prompt=""
         ),
-        sampling=spec.SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12),
+        sampling=spec.SamplingSpec(
+            temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12
+        ),
         rollout=spec.RolloutSpec(
             prompts_per_unit=4,
             group_size=8,
@@ -242,7 +262,9 @@ def derive() -> dict[str, Any]:
     )
     entries: list[ledger.LedgerEntry] = [
         ledger.RunCreated(at_ms=1, run_id=run),
-        ledger.VersionPublished(at_ms=2, version=0, manifest=sha256(b"manifest").digest()),
+        ledger.VersionPublished(
+            at_ms=2, version=0, manifest=sha256(b"manifest").digest()
+        ),
         ledger.NodeJoined(at_ms=3, node=node.public_key, name="ann"),
         ledger.LeaseIssued(
             at_ms=4,
@@ -254,7 +276,10 @@ def derive() -> dict[str, Any]:
             group_size=8,
         ),
         ledger.Submitted(
-            at_ms=5, lease_id=lease_id, submission_id=sha256(b"work").digest(), node=node.public_key
+            at_ms=5,
+            lease_id=lease_id,
+            submission_id=sha256(b"work").digest(),
+            node=node.public_key,
         ),
         ledger.Judged(
             at_ms=6,
@@ -272,6 +297,19 @@ def derive() -> dict[str, Any]:
         log.append(ledger.encode_entry(entry))
     head = messages.TreeHead(run_id=run, size=len(log), root=log.root(), issued_at=7)
     signed_head = sign(head, operator)
+    opened_first = opening.Opening(
+        run_id=sha256(b"run").digest(),
+        version=12,
+        created_at=8,
+        shard_size=4096,
+        files=(
+            opening.OpenedFile(path="config.json", size=25),
+            opening.OpenedFile(path="model.safetensors", size=20_000),
+        ),
+        bases=(10, 11),
+        shards=(sha256(b"config").digest(), sha256(b"first").digest()),
+    )
+    signed_opening = sign(opened_first, operator)
     hello = messages.Hello(major=1, minor=0, software="example 1.0")
     return {
         "identity": {
@@ -290,7 +328,9 @@ def derive() -> dict[str, Any]:
                 tree_messages.Have(version=24, indices=(0, 300))
             ).hex(),
             "Piece(version=25, index=1, offset=262144, size=5, total=262149)": wire.frame(
-                tree_messages.Piece(version=25, index=1, offset=262144, size=5, total=262149)
+                tree_messages.Piece(
+                    version=25, index=1, offset=262144, size=5, total=262149
+                )
             ).hex(),
         },
         "run_spec": {
@@ -301,16 +341,32 @@ def derive() -> dict[str, Any]:
         "seeds": {
             "lease_id": lease_id.hex(),
             "node": node.public_key.hex(),
-            "task_seed(prompt=3)": str(seeds.task_seed(run, lease_id, node.public_key, 3)),
-            "sample_seed(prompt=3, sample=7)": str(seeds.sample_seed(run, lease_id, 3, 7)),
+            "task_seed(prompt=3)": str(
+                seeds.task_seed(run, lease_id, node.public_key, 3)
+            ),
+            "sample_seed(prompt=3, sample=7)": str(
+                seeds.sample_seed(run, lease_id, 3, 7)
+            ),
             "held_out_seed(index=5)": str(seeds.held_out_seed(run, 5)),
         },
-        "verdict": {"payload": wire.encode(verdict).hex(), "evidence": ledger.evidence_of(verdict).hex()},
+        "verdict": {
+            "payload": wire.encode(verdict).hex(),
+            "evidence": ledger.evidence_of(verdict).hex(),
+        },
         "ledger": {
             "entries": [ledger.encode_entry(entry).hex() for entry in entries],
             "roots": [log.root(size).hex() for size in range(len(entries) + 1)],
-            "inclusion_proof(index=3, size=6)": [item.hex() for item in log.inclusion_proof(3, 6)],
-            "consistency_proof(first=3, second=6)": [item.hex() for item in log.consistency_proof(3, 6)],
+            "inclusion_proof(index=3, size=6)": [
+                item.hex() for item in log.inclusion_proof(3, 6)
+            ],
+            "consistency_proof(first=3, second=6)": [
+                item.hex() for item in log.consistency_proof(3, 6)
+            ],
+        },
+        "opening": {
+            "payload": signed_opening.payload.hex(),
+            "signature": signed_opening.signature.hex(),
+            "list": opening.opening_list(opened_first),
         },
         "tree_head": {
             "payload": signed_head.payload.hex(),
@@ -331,7 +387,9 @@ def test_the_vectors_verify_by_themselves() -> None:
     assert peer_id_of(key) == vectors["identity"]["peer_id"]
 
     def opened(name: str) -> messages.Signed:
-        payload, signature = (bytes.fromhex(vectors[name][field]) for field in ("payload", "signature"))
+        payload, signature = (
+            bytes.fromhex(vectors[name][field]) for field in ("payload", "signature")
+        )
         return messages.Signed(payload=payload, signer=key, signature=signature)
 
     assert open_run_spec(opened("run_spec")).operator == key
@@ -342,7 +400,9 @@ def test_the_vectors_verify_by_themselves() -> None:
     assert head.root == roots[6]
     included = [bytes.fromhex(item) for item in log["inclusion_proof(index=3, size=6)"]]
     assert verify_inclusion(bytes.fromhex(log["entries"][3]), 3, 6, included, head.root)
-    consistent = [bytes.fromhex(item) for item in log["consistency_proof(first=3, second=6)"]]
+    consistent = [
+        bytes.fromhex(item) for item in log["consistency_proof(first=3, second=6)"]
+    ]
     assert verify_consistency(3, 6, roots[3], roots[6], consistent)
 
 
