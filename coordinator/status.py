@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from barnraise.coordinator import scheduler
+from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.origin import Origin
@@ -43,6 +44,9 @@ def state_tree(
         "accepted": state.accepted,
         "rejected": state.rejected,
         "rejections": dict(state.rejections),
+        "spared": state.spared,
+        "clawed_back": state.clawed_back,
+        "appeals_open": len(state.appeals),
         "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out),
         "queue": len(state.waiting),
         "queue_bytes": state.waiting_bytes,
@@ -55,7 +59,7 @@ def state_tree(
         "groups_ready": state.pool_groups,
         "groups_usable": state.pool_usable,
         "groups_wanted": spec.rollout.groups_per_version,
-        "nodes": [_node(node, hub.by_key.get(node.key)) for node in _shown(core, hub)],
+        "nodes": [_node(node, hub.by_key.get(node.key), core.now_ms()) for node in _shown(core, hub)],
         "nodes_known": len(state.nodes),
         "nodes_live": len(hub.by_key),
         "bytes_in": int(getattr(network, "bytes_in", 0)),
@@ -104,7 +108,7 @@ def _shown(core: Core, hub: Hub) -> list[Node]:
     return nodes[:MAX_NODES]
 
 
-def _node(node: Node, live: Live | None) -> dict[str, Any]:
+def _node(node: Node, live: Live | None, now_ms: int) -> dict[str, Any]:
     verdict = node.last_verdict
     return {
         "name": node.name,
@@ -118,6 +122,10 @@ def _node(node: Node, live: Live | None) -> dict[str, Any]:
         "accepted": node.accepted,
         "rejected": node.rejected,
         "strikes": node.strikes,
+        "banned": node.ban_reason if is_banned(node, now_ms) else "",
+        "banned_until": node.banned_until,
+        "verified_in_a_row": node.audit.streak,
+        "unaudited": len(node.audit.unaudited),
         "leases": len(node.leases),
         "last_verdict": "" if verdict is None else "accepted" if verdict.accepted else verdict.check,
     }

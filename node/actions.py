@@ -321,7 +321,7 @@ async def upload(ctx: Context, action: Upload) -> None:
     except PeerError as error:
         ctx.feed(UploadFailed(str(error), ctx.jitter()))
         return
-    ctx.pending.drop(action.submission_id)
+    ctx.pending.drop(action.submission_id, ctx.kept)
     if reply.duplicate:
         ctx.say("a submission had arrived before; it counts once")
     judged = action.submission_id in ctx.judged

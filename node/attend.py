@@ -12,9 +12,11 @@ import trio
 
 from barnraise.node import overlay, remembered
 from barnraise.node.context import Context
+from barnraise.node.kept import KeptWork
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Restored
 from barnraise.node.pending import PendingWork
+from barnraise.node.receipt_words import outcome, standing_fields, words
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Donor, Source, SwarmFetcher
@@ -42,6 +44,7 @@ from barnraise.protocol.messages import (
     ReceiptsReply,
     ReceiptsRequest,
     Signed,
+    StandingPush,
 )
 from barnraise.protocol.mirrors import is_loopback
 from barnraise.protocol.session import Session
@@ -175,6 +178,7 @@ def _enter(ctx: Context, run: Run) -> None:
     ctx.facts.run, ctx.facts.run_id = printable(run.spec.name), run.run_id.hex()
     folder = ctx.config.run_path(run.run_id)
     ctx.pending = PendingWork(folder / "pending", run.run_id, ctx.identity.public_key)
+    ctx.kept = KeptWork(folder / "kept")
     ctx.receipts = ReceiptBook(
         folder / "receipts.bin", run.spec.operator, run.run_id, ctx.identity.public_key
     )
@@ -304,6 +308,9 @@ def _pushed(ctx: Context, message: Message) -> None:
             ctx.feed(HeadSeen(_believe_head(ctx, head)))
         case ReceiptPush(receipt=receipt):
             _receipt(ctx, receipt)
+        case StandingPush():
+            ctx.facts.standing = standing_fields(message)
+            ctx.changed.set()
         case NoticePush(code=code, message=text):
             if code == "duplicate-key":
                 ctx.facts.duplicate_key_at = trio.current_time()
@@ -342,7 +349,9 @@ def _receipt(ctx: Context, signed: Signed) -> None:
     if receipt is None:
         return  # it was here already
     if ctx.state.uploading != receipt.submission_id:
-        ctx.pending.drop(receipt.submission_id)
+        ctx.pending.drop(receipt.submission_id, ctx.kept)
+    if receipt.verdict.accepted and ctx.kept is not None:
+        ctx.kept.drop(receipt.submission_id)
     ctx.judged.append(receipt.submission_id)
     ctx.feed(Judged(receipt.submission_id))
     tally(ctx)
@@ -357,15 +366,11 @@ def _receipt(ctx: Context, signed: Signed) -> None:
         "credit": receipt.credit,
         "at_ms": receipt.issued_at,
     }
-    if verdict.accepted:
+    if outcome(receipt) == "accepted":
         ctx.say(f"unit accepted: {receipt.credit:,} credit earned, {ctx.facts.credit:,} in all")
         return
-    where = f" at {printable(verdict.position)}" if verdict.position else ""
-    ctx.say(
-        f"unit rejected by check {printable(verdict.check)}{where}: value {verdict.value:g}, threshold "
-        f"{verdict.threshold:g}. {printable(verdict.message)}",
-        logging.WARNING,
-    )
+    level = logging.INFO if verdict.accepted else logging.WARNING
+    ctx.say(f"unit {words(receipt)} (receipt #{receipt.ledger_index})", level)
 
 
 def tally(ctx: Context) -> None:

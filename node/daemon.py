@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import trio
 
 from barnraise.node import actions, core, overlay, reach
+from barnraise.node.appeal import appeal
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
@@ -65,6 +66,7 @@ class NodeHandle:
     Attributes:
         changed: set whenever the tree may have changed.
         commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``,
+            ``appeal`` (``receipt``: see ``barnraise.node.appeal``),
             ``limits`` (``up``, ``down``: bytes/s, ``monthly``: bytes; nil for none).
     """
 
@@ -77,6 +79,7 @@ class NodeHandle:
             "finish": self._finish,
             "leave": self._leave,
             "limits": self._limits,
+            "appeal": self._appeal,
         }
 
     def get_state(self) -> dict[str, Any]:
@@ -100,6 +103,9 @@ class NodeHandle:
 
     async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return self._command("leave", "leaving")
+
+    async def _appeal(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return await appeal(self._ctx, arguments)
 
     async def _limits(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:

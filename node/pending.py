@@ -12,6 +12,7 @@ import logging
 import os
 from pathlib import Path
 
+from barnraise.node.kept import KeptWork
 from barnraise.protocol import wire
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.envelope import content_id, open_signed
@@ -109,10 +110,12 @@ class PendingWork:
         self.clear_lease(lease_id)
         return submission_id
 
-    def drop(self, submission_id: bytes) -> None:
-        """Forget an acknowledged or finally refused submission; unknown ids are fine."""
+    def drop(self, submission_id: bytes, kept: KeptWork | None = None) -> None:
+        """Forget an acknowledged or refused submission, or move it to ``kept``; unknown ids are fine."""
         entry = self._submissions.pop(submission_id, None)
-        if entry is not None:
+        if entry is not None and kept is not None:
+            kept.take(submission_id, entry[0])
+        elif entry is not None:
             entry[0].unlink(missing_ok=True)
 
     def keep_lease(self, signed: Signed) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from barnraise.node.receipt_words import latest, outcome
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
 from barnraise.protocol.frames import FRAME_BY_TYPE
@@ -99,14 +100,28 @@ class ReceiptBook:
 
     @property
     def totals(self) -> Totals:
-        """Over all receipts kept; of conflicting ones the first counts."""
-        accepted = sum(receipt.verdict.accepted for receipt in self._receipts.values())
-        credit = sum(receipt.credit for receipt in self._receipts.values())
-        return Totals(accepted, len(self._receipts) - accepted, credit)
+        """Over the submissions; the last receipt of each counts, and of conflicting ones the first.
+
+        Work whose credit was clawed back counts as accepted, and for nothing.
+        """
+        counted = latest(self._receipts.values()).values()
+        rejected = sum(outcome(receipt) == "rejected" for receipt in counted)
+        return Totals(len(counted) - rejected, rejected, sum(receipt.credit for receipt in counted))
 
     def receipts(self) -> list[Receipt]:
         """All receipts, by ledger index."""
         return [self._receipts[index] for index in sorted(self._receipts)]
+
+    def signed(self, receipt: Receipt) -> Signed:
+        """A kept receipt as it was signed, read from the file again.
+
+        Raises:
+            MalformedError, StorageError: the file cannot be read, or no longer holds it.
+        """
+        for signed in read_receipts(self.path):
+            if decode(signed.payload, Receipt) == receipt:
+                return signed
+        raise MalformedError(f"{self.path} no longer holds receipt #{receipt.ledger_index}")
 
     def add(self, signed: Signed) -> Receipt | None:
         """Verify and keep one receipt; ``None`` if it was here already. See ``add_all``."""

@@ -90,6 +90,7 @@ class Facts:
     peers: int = 0
     tokens_per_s: float = 0.0
     last_verdict: dict[str, Any] | None = None
+    standing: dict[str, object] | None = None  # as the coordinator told last
     transfer: Transfer | None = None
     unit: UnitProgress | None = None
     reach: Reach = UNASKED
@@ -146,6 +147,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "rejected": facts.rejected,
         "credit": facts.credit,
         "last_verdict": facts.last_verdict,
+        "standing": facts.standing,
         "bytes_in": facts.bytes_in,
         "bytes_out": facts.bytes_out,
         "limits": facts.limits,

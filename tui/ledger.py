@@ -87,6 +87,23 @@ def line(fields: dict[str, Any], names: dict[str, str]) -> str:
         what, text = "accepted", f"{who}, {lease}, +{fields['credit']:,} Mflop"
     elif kind == "Judged":
         what, text = "REJECTED", f"{who}, {lease}, check {fields['check']}"
+    elif kind == "Appealed":
+        what, text = "appealed", f"{who}, {lease}"
+    elif kind == "Reviewed":
+        outcome = f"overturned, +{fields['credit']:,} Mflop" if fields["accepted"] else "upheld"
+        what, text = "reviewed", f"{who}, {lease}, {outcome}, check {fields['check']}"
+    elif kind in ("ClawedBack", "Restored"):
+        sign, what = ("-", "CLAWED BACK") if kind == "ClawedBack" else ("+", "restored")
+        text = f"{who}, {lease}, {sign}{fields['credit']:,} Mflop, because of {fields['cause'][:12]}"
+    elif kind == "NodeBanned":
+        until = datetime.fromtimestamp(fields["until"] / 1000, UTC).isoformat(" ", "minutes")[:16]
+        what, text = "BANNED", f"{who}, until {until}: {fields['reason']}"
+    elif kind == "BanLifted":
+        what, text = "ban lifted", f"{who}: {fields['reason']}"
+    elif kind == "AuditCommitted":
+        what, text = "audit seed", f"{fields['epoch']} committed to: {fields['commitment'][:16]}"
+    elif kind == "AuditRevealed":
+        what, text = "audit seed", f"{fields['epoch']} published: {fields['seed'][:16]}"
     else:
         what, text = "published", f"version {fields['version']}, manifest {fields['manifest'][:16]}"
     moment = fields["at"][:19].replace("T", " ")
@@ -107,6 +124,9 @@ def report_fields(report: LedgerReport) -> dict[str, Any]:
         "entries": report.size,
         "root": report.root.hex(),
         "accepted": report.accepted,
+        "spared": report.spared,
+        "sealed": report.sealed,
+        "clawed_back": report.clawed_back,
         "rejected": report.rejected,
         "receipts": report.receipts,
         "balances": {peer_id_of(node): credit for node, credit in sorted(report.balances.items())},
@@ -185,6 +205,11 @@ def verify(
         typer.echo(f"run      {report.run_id.hex()}")
         typer.echo(f"entries  {report.size}, root {report.root.hex()}")
         typer.echo(f"verdicts {report.accepted} accepted, {report.rejected} rejected")
+        if report.spared:
+            checked = report.spared - report.sealed
+            typer.echo(f"audits   {report.spared} spared by draw, {checked} of those draws made again")
+        if report.clawed_back:
+            typer.echo(f"clawback {report.clawed_back:,} Mflop")
         if receipts is not None:
             later = f", {newer} newer than this ledger left out: export it again to check them"
             typer.echo(f"receipts {report.receipts} checked" + (later if newer else ""))

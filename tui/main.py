@@ -16,7 +16,21 @@ import typer
 
 from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
-from barnraise.tui import coordinate, data, demo, doctor, join, keys, ledger, limits, runs, status, swarm
+from barnraise.tui import (
+    appeal,
+    coordinate,
+    data,
+    demo,
+    doctor,
+    join,
+    keys,
+    ledger,
+    limits,
+    receipts,
+    runs,
+    status,
+    swarm,
+)
 from barnraise.tui.console import examples
 
 app = typer.Typer(
@@ -38,6 +52,8 @@ app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("receipts", epilog=receipts.EXAMPLES)(receipts.receipts)
+app.command("appeal", epilog=appeal.EXAMPLES)(appeal.appeal)
 app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 

@@ -93,6 +93,7 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
             f"{node.get('state', '?')}, version {_version(node.get('have_version'))}, {counts}, "
             f"{node.get('credit', 0):,} Mflop, last verdict: {verdict}"
             + (f", {node['strikes']} strikes" if node.get("strikes") else "")
+            + (f", BANNED: {node['banned']}" if node.get("banned") else "")
             + (f", {node['reach']}" if node.get("reach") else ""),
         )
 
@@ -130,6 +131,7 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
         ),
     )
     yield "credit", f"{state.get('credit', 0):,} Mflop"
+    yield "standing", standing(state.get("standing"), now - (state.get("clock_offset_ms") or 0) / 1000)
     verdict = state.get("last_verdict")
     if verdict and not verdict.get("accepted"):
         yield "last verdict", f"rejected by check '{verdict.get('check')}': {verdict.get('message', '')}"
@@ -152,6 +154,25 @@ def reachable(reach: dict[str, Any] | None) -> str:
         return ""
     cure = f"; {reach['cure']}" if reach.get("cure") else ""
     return f"{reach.get('kind', '?')}: {reach.get('reason', '')}{cure}"
+
+
+def standing(told: dict[str, Any] | None, now: float) -> str:
+    """How the coordinator sees a node, in words; ``now``: seconds (UTC) by the coordinator's clock."""
+    if not told:
+        return ""
+    reason = f": {told['reason']}" if told.get("reason") else ""
+    left = told.get("banned_until", 0) / 1000 - now
+    if left > 0:
+        end = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(told["banned_until"] / 1000))
+        return f"banned until {end} ({duration(left)} left){reason}; see 'barnraise receipts --rejected'"
+    verified, needed = told.get("verified", 0), told.get("needed", 0)
+    text = f"proven, {verified:,} in a row verified" if verified >= needed else ""
+    text = text or f"{verified} of {needed} in a row verified, until then all work is checked"
+    if told.get("strikes"):
+        pause = told.get("quiet_until", 0) / 1000 - now
+        wait = f", next work in {duration(pause)}" if pause > 0 else ""
+        text += f"; {told['strikes']} rejections not made good yet{reason}{wait}"
+    return text
 
 
 def _with_reason(state: dict[str, Any]) -> str:
