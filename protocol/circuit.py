@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 STEP_S = 10.0
 PUNCH_S = 6.0
 RETRY_S = 0.25
+CROSSED_S = 3.0
 MAX_ROUND_TRIP_S = 4.0
 BULK_LEAST = 16 * 1024 * 1024  # bytes: a relay that lends less is for arranging punches
 MAX_CALLS = 8  # circuits that others open to us at a time
@@ -75,6 +76,7 @@ class Circuits:
         self._under_way = 0
         self._witnessed: dict[str, tuple[tuple[str, int], ...]] = {}  # callee -> where the relay sees it
         self._settled: dict[str, trio.Event] = {}
+        self._dialling: dict[str, str] = {}  # peer -> relay
         network.set_handler(STOP_PROTOCOL, self._called)
         network.set_handler(DCUTR_PROTOCOL, self._answer_punch)
 
@@ -105,7 +107,9 @@ class Circuits:
         caller, now = peer_in(offer), trio.current_time()
         often = len(self._calls) == CALLS_PER_MINUTE and now - self._calls[0] < 60.0
         answer = StopMessage(type=StopMessage.STATUS)
-        if stream.peer_id != self._relay or often or self._under_way >= MAX_CALLS:
+        # Two that call each other at once would each spoil the other's punch: one call is enough.
+        crossed = caller in self._dialling and self._network.peer_id < caller
+        if stream.peer_id != self._relay or often or crossed or self._under_way >= MAX_CALLS:
             answer.status = 202  # type: ignore[assignment]
             await write_message(stream, answer)
             return
@@ -118,11 +122,11 @@ class Circuits:
             muxed = await self._network.adopt(
                 stream, caller, initiator=False, bulk=_is_bulk(offer.limit.data)
             )
-            self.relayed += muxed.usable
             try:
                 if await self._punch(muxed, caller, tuple(places(offer.peer.addrs))) or not muxed.usable:
                     await trio.sleep(1.0)  # the caller has to see the new connection first
                     return
+                self.relayed += 1
                 await self._network.ended(muxed)
             finally:
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 2.0):
@@ -142,7 +146,7 @@ class Circuits:
                 where = _agreed(answer, witnessed)
                 await write_message(stream, HolePunch(type=HolePunch.SYNC))
                 await trio.sleep(round_trip / 2)
-                await self._open(peer, where, initiator=True)
+                await self._open(peer, where, via=self._relay, initiator=True)
             self.punched += 1
             return True
         except (BarnraiseError, trio.TooSlowError) as error:
@@ -162,6 +166,19 @@ class Circuits:
         """
         request = HopMessage(type=HopMessage.CONNECT)
         request.peer.id = peer_bytes(peer)
+        self._dialling[peer] = relay
+        try:
+            await self._dial(relay, peer, request)
+        except PeerError:
+            with trio.move_on_after(CROSSED_S):  # it may be calling us at this very moment
+                while not self._network.connected(peer):
+                    await trio.sleep(0.05)
+            if not self._network.connected(peer):
+                raise
+        finally:
+            del self._dialling[peer]
+
+    async def _dial(self, relay: str, peer: str, request: HopMessage) -> None:
         stream, reply = await self._request(relay, request)
         try:
             settled = self._settled[peer] = trio.Event()
@@ -199,7 +216,7 @@ class Circuits:
                 sync = await read_message(stream, HolePunch)
                 if sync.type != HolePunch.SYNC:
                     raise MalformedError("no SYNC")
-                await self._open(peer, where, initiator=False)
+                await self._open(peer, where, via=self._dialling.get(peer, ""), initiator=False)
             self.punched += 1
         except (BarnraiseError, trio.TooSlowError) as error:
             self.failed += 1
@@ -215,13 +232,13 @@ class Circuits:
         message.ObsAddrs.extend(packed(self.observed))
         return message
 
-    async def _open(self, peer: str, where: tuple[str, int], *, initiator: bool) -> None:
-        """Connect from our own fixed port until it works or ``PUNCH_S`` are over."""
+    async def _open(self, peer: str, where: tuple[str, int], *, via: str, initiator: bool) -> None:
+        """Connect from the port that the relay sees until it works or ``PUNCH_S`` are over."""
         reason = "no answer"
         with trio.move_on_after(PUNCH_S):
             while True:
                 try:
-                    await self._network.punch(peer, *where, initiator=initiator)
+                    await self._network.punch(peer, *where, via=via, initiator=initiator)
                     return
                 except PeerError as error:
                     reason = str(error)

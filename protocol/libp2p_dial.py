@@ -37,16 +37,19 @@ async def open_from(port: int, host: str, to: int) -> trio.SocketStream:
 async def open_tcp(host: str, to: int, port: int | None) -> trio.SocketStream:
     """Connect to ``host``, from our own ``port`` where that is possible.
 
-    It is not for IPv6, nor while an earlier connection between the same two ports lingers.
+    It is not for IPv6. While an earlier connection between the same two ports lingers the
+    system chooses another port, from which holes can be punched as well.
     """
     if port is not None:
         found = await trio.socket.getaddrinfo(host, to, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM)
         if found and found[0][0] == socket.AF_INET:
+            place = str(found[0][4][0])
             try:
-                return await open_from(port, str(found[0][4][0]), to)
+                return await open_from(port, place, to)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                     raise
+            return await open_from(0, place, to)
     return await trio.open_tcp_stream(host, to)
 
 

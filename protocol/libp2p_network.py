@@ -309,7 +309,8 @@ class Libp2pNetwork:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 tcp = await open_tcp(host, port, self._source)
                 raw = RawConnection(CountedStream(tcp, self), True)
-                await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
+                made = await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
+                made.muxed_conn.local_port = int(tcp.socket.getsockname()[1])
         except trio.TooSlowError as error:
             await _drop(tcp)
             raise PeerError(f"{address} did not answer within {DIAL_TIMEOUT_S:.0f} s") from error
@@ -344,18 +345,22 @@ class Libp2pNetwork:
         muxed.way, muxed.usable = "relayed", bulk
         return muxed
 
-    async def punch(self, peer_id: str, host: str, port: int, *, initiator: bool) -> None:
+    async def punch(self, peer_id: str, host: str, port: int, *, via: str, initiator: bool) -> None:
         """Connect to ``host`` while it connects to us. One side is the ``initiator`` of what follows.
+
+        The connection leaves from the port that the one to the relay ``via`` does: that is
+        the one whose translation the other side has been told.
 
         Raises:
             PeerError: no connection, the handshake failed, or somebody else is there.
         """
-        if self._source is None:
-            raise PeerError("this host has no fixed port to punch from")
+        source = next((muxed.local_port for muxed in self._connections(via) if muxed.local_port), None)
+        if source is None:
+            raise PeerError(f"we have not dialled the relay {via}: there is no port to punch from")
         tcp: trio.SocketStream | None = None
         try:
             with trio.fail_after(PUNCH_TRY_S):
-                tcp = await open_from(self._source, host, port)
+                tcp = await open_from(source, host, port)
             muxed = await self._upgrade(RawConnection(CountedStream(tcp, self), initiator), peer_id)
         except (OSError, trio.TooSlowError) as error:
             await _drop(tcp)

@@ -195,6 +195,7 @@ class GuardedYamux(base.Yamux):
         )
         self.handlers = 0  # inbound streams being served, counted by the host's guard
         self.remote: tuple[str, int] | None = None  # the other end's IP address and port, if it has one
+        self.local_port: int | None = None  # ours, of a connection that we dialled
         self.way: Way = "direct"
         self.usable = True  # False: through a relay, and only to arrange a hole punch
         self._control: deque[bytes] = deque()
