@@ -89,6 +89,19 @@ class GrpoSpec(Message, frozen=True):
     loss_aggregation: Literal["token", "sequence"]
 
 
+class Noise(Message, frozen=True):
+    """Bounds on what rounding does to honest work, per token, in nats of logits (nats x temperature).
+
+    ``log E exp(l (x - mean)) <= l^2 variance / (2 (1 - l scale))`` for 0 < l < 1 / scale
+    (a sub-gamma variable; Boucheron, Lugosi and Massart, "Concentration Inequalities",
+    section 2.4). ``barnraise.coordinator.draw_checks`` makes limits of it.
+    """
+
+    mean: NonNegative
+    variance: NonNegative
+    scale: Positive
+
+
 class VerifySpec(Message, frozen=True):
     """Thresholds of the checks; every verdict quotes the one that it used."""
 
@@ -98,10 +111,10 @@ class VerifySpec(Message, frozen=True):
     max_mantissa_mean: NonNegative
     max_mantissa_median: NonNegative
     eos_min_probability: Fraction
-    sampling_margin: Positive  # nats below the best perturbed log-probability that one token may lie
-    sampling_mean: Positive  # the same, mean over a submission
-    logprob_mean: Positive  # mean |claimed - recomputed| log-probability over a submission, nats
-    logprob_max: Positive
+    false_alarm: Annotated[float, Meta(gt=0.0, le=1.0)]  # chance that one limit below refuses honest work
+    draws: Noise  # how far a token lies below the best perturbed logit
+    logprobs: Noise  # |claimed - recomputed| log-probability
+    bias: NonNegative  # mean of claimed - recomputed that is let pass in any case, nats
 
 
 class EvalSpec(Message, frozen=True):

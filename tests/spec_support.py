@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from barnraise.protocol.pretrain import BlockRecipe, BlockTolerance, JointRecipe, PretrainSpec
-from barnraise.protocol.spec import GrpoSpec, VerifySpec
+from barnraise.protocol.spec import GrpoSpec, Noise, VerifySpec
 
 GRPO = GrpoSpec(
     learning_rate=1e-3,
@@ -31,10 +31,10 @@ VERIFY = VerifySpec(
     max_mantissa_mean=10.0,
     max_mantissa_median=8.0,
     eos_min_probability=0.1,
-    sampling_margin=0.5,
-    sampling_mean=0.1,
-    logprob_mean=0.1,
-    logprob_max=1.0,
+    false_alarm=1e-7,
+    draws=Noise(mean=0.1, variance=0.01, scale=0.1),
+    logprobs=Noise(mean=0.1, variance=0.02, scale=0.1),
+    bias=0.1,
 )
 
 JOINT = JointRecipe(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from barnraise.coordinator import checks, draw_checks
+from barnraise.coordinator import checks
 from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
 from barnraise.protocol.spec import (
@@ -220,44 +220,6 @@ def _completion(tokens: int, proofs: bytes, ended: bool = True) -> Completion:
 
 def _floats(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.array(values, dtype=np.float32)
-
-
-def test_one_token_that_was_not_the_draw_is_found() -> None:
-    draw_checks.check_sampling([_floats(0, 0.015), _floats(*[0] * 30)], VERIFY)
-    for bad in (0.06, math.inf, math.nan):
-        verdict = _failure(
-            "sampling-margin", draw_checks.check_sampling, [_floats(0), _floats(0, bad, 0)], VERIFY
-        )
-        assert verdict.position == "rollout 1 token 1"
-        assert math.isfinite(verdict.value)
-
-
-def test_many_small_margins_are_found() -> None:
-    verdict = _failure("sampling-mean", draw_checks.check_sampling, [_floats(*[0.01] * 9)] * 3, VERIFY)
-    assert verdict.value == pytest.approx(0.01)
-
-
-def test_an_improbable_end_is_refused_and_an_honest_one_is_not() -> None:
-    strict = structs.replace(VERIFY, eos_min_probability=0.01)
-    _failure("eos-probability", draw_checks.check_end, _completion(2, b""), _floats(-1, -5), 0, strict)
-    draw_checks.check_end(_completion(2, b""), _floats(-1, -4), 0, strict)
-    draw_checks.check_end(_completion(2, b"", ended=False), _floats(-1, -50), 0, strict)
-    draw_checks.check_end(_completion(2, b""), _floats(-1, -16), 0, VERIFY)
-
-
-def test_claimed_log_probabilities_must_be_the_policys() -> None:
-    claimed = [_floats(-1, -2), _floats(-3)]
-    draw_checks.check_logprobs(claimed, [_floats(-1.004, -2), _floats(-3)], VERIFY)
-    verdict = _failure(
-        "logprob-max", draw_checks.check_logprobs, claimed, [_floats(-1, -2.1), _floats(-3)], VERIFY
-    )
-    assert verdict.position == "rollout 0 token 1"
-    _failure(
-        "logprob-max", draw_checks.check_logprobs, claimed, [_floats(-1, -2), _floats(-math.inf)], VERIFY
-    )
-    _failure(
-        "logprob-mean", draw_checks.check_logprobs, claimed, [_floats(-1.01, -2.01), _floats(-3.01)], VERIFY
-    )
 
 
 def test_long_texts_are_cut_to_what_a_verdict_may_hold() -> None:

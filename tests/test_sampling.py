@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barnraise.kernels.sampling import draw, gumbel, margins, philox4x32
+from barnraise.kernels.sampling import (
+    MAX_GUMBEL,
+    draw,
+    gumbel,
+    gumbel_at,
+    margins,
+    philox4x32,
+    truncation_border,
+)
 
 
 def _word(value: int) -> torch.Tensor:
@@ -144,29 +154,98 @@ def test_another_token_has_the_gap_of_its_perturbed_value_as_margin() -> None:
         torch.testing.assert_close(margin, perturbed.amax(1) - perturbed[:, token])
 
 
-def test_a_token_outside_the_allowed_set_has_infinite_margin() -> None:
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}])
+def test_a_token_outside_the_allowed_set_has_the_shift_that_would_admit_it_as_margin(
+    options: dict[str, Any],
+) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    for options in ({"top_k": 2}, {"top_p": 0.6}):
-        margin, logprob = margins(logits, torch.tensor([0]), [1], torch.tensor([0]), 1.0, **options)  # type: ignore[arg-type]
-        assert margin.item() == float("inf")
-        assert logprob.item() == float("-inf")
+    margin, logprob = margins(logits, torch.tensor([0]), [1], torch.tensor([0]), 1.0, **options)
+    assert margin.item() > 0.5
+    assert logprob.item() < -2  # as if it had been kept
+    hopeless, _ = margins(50 * logits, torch.tensor([0]), [1], torch.tensor([0]), 1.0, **options)
+    assert hopeless.item() == float("inf")
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.6), (6, 0.8)])
-def test_slack_forgives_small_differences_at_the_border_of_truncation(top_k: int, top_p: float) -> None:
-    torch.manual_seed(3)
-    rows = 4000
-    logits = torch.randn(rows, 12)
-    noisy = logits + 0.01 * (torch.rand(rows, 12) - 0.5)
-    seeds, positions = list(range(rows)), torch.zeros(rows, dtype=torch.int64)
-    tokens, logprobs = draw(noisy, seeds, positions, 1.0, top_k, top_p)
-    strict, _ = margins(logits, tokens, seeds, positions, 1.0, top_k, top_p)
-    assert strict.max() > 0.05  # without slack an honest peer would fail
-    margin, again = margins(logits, tokens, seeds, positions, 1.0, top_k, top_p, slack=0.02)
-    assert margin.max() <= 0.01 + 1e-5
+TRUNCATIONS = [(0, 1.0), (4, 1.0), (0, 0.6), (6, 0.8), (0, 0.97)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(TRUNCATIONS),
+    st.floats(0.3, 2.0),
+    st.sampled_from([0.003, 0.05, 0.3]),
+    st.integers(0, 2**32),
+)
+def test_honest_noise_in_the_logits_costs_little_more_than_its_size(
+    truncation: tuple[int, float], temperature: float, noise: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(400, 12) * 2
+    noisy = logits + noise * (torch.rand(400, 12) - 0.5)
+    seeds, positions = list(range(seed, seed + 400)), torch.arange(400)
+    tokens, logprobs = draw(noisy, seeds, positions, temperature, *truncation)
+    margin, again = margins(logits, tokens, seeds, positions, temperature, *truncation)
+    # Any two logits differ by less than ``noise`` more or less; the ladder's steps are sqrt(2) apart.
+    assert margin.max() <= max(noise / temperature * 1.42, 2.0**-10) + 1e-5
     assert torch.isfinite(again).all()
-    # The border may move by a whole token, and its mass is then in one sum and not in the other.
-    assert (again - logprobs).abs().mean() < 0.02
+    # The border may move by a token, which is then in one sum and not in the other.
+    assert (again - logprobs).abs().max() < (0.7 if truncation != (0, 1.0) else 0) + noise / temperature
+
+
+@pytest.mark.parametrize(
+    ("spec", "cheat"),
+    [
+        ((1.0, 0, 1.0), (0.8, 0, 1.0)),
+        ((1.0, 0, 1.0), (1.2, 0, 1.0)),
+        ((1.0, 0, 1.0), (1.0, 8, 1.0)),
+        ((1.0, 0, 1.0), (1.0, 0, 0.9)),
+        ((1.0, 8, 1.0), (1.0, 0, 1.0)),
+        ((1.0, 0, 0.9), (1.0, 0, 1.0)),
+        ((0.7, 0, 0.9), (0.7, 0, 0.6)),
+        ((0.7, 20, 0.9), (1.0, 20, 0.9)),
+    ],
+)
+def test_tokens_drawn_by_other_settings_have_large_margins(
+    spec: tuple[float, int, float], cheat: tuple[float, int, float]
+) -> None:
+    torch.manual_seed(8)
+    logits = torch.randn(1000, 60) * 2
+    seeds, positions = list(range(1000)), torch.arange(1000)
+    tokens, _ = draw(logits, seeds, positions, *cheat)
+    margin, _ = margins(logits, tokens, seeds, positions, *spec)
+    assert margin.mean() > 0.01  # honest bfloat16: 0.001 to 0.002
+    assert margin.max() > 1.0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0.5, 2.0, 6.0, 12.0]), st.sampled_from(TRUNCATIONS))
+def test_pruning_changes_no_bit(seed: int, spread: float, truncation: tuple[int, float]) -> None:
+    torch.manual_seed(seed)
+    vocab = 5003
+    logits = torch.randn(3, vocab) * spread
+    seeds, positions = [seed, seed + 1, 2**64 - 1], torch.tensor([0, 5, 2**31])
+    tokens, logprobs = draw(logits, seeds, positions, 1.0, *truncation)
+    kept = logits.masked_fill(logits < truncation_border(logits, *truncation), -torch.inf)
+    assert torch.equal(tokens, (kept + gumbel(seeds, positions, vocab)).argmax(dim=-1))
+    margin, again = margins(logits, tokens, seeds, positions, 1.0, *truncation)
+    assert torch.equal(margin, torch.zeros(3))
+    torch.testing.assert_close(again, logprobs)
+    wrong = (tokens + 7) % vocab
+    margin, _ = margins(logits, wrong, seeds, positions, 1.0)
+    perturbed = logits + gumbel(seeds, positions, vocab)
+    assert torch.equal(margin, perturbed.amax(1) - perturbed[range(3), wrong])
+
+
+def test_single_entries_of_the_noise_have_the_bits_of_the_whole() -> None:
+    seeds, positions = [7, 2**63 + 9], torch.tensor([3, 2**32 - 1])
+    whole = gumbel(seeds, positions, 37)
+    rows, indices = torch.tensor([0] * 37 + [1] * 37), torch.arange(37).repeat(2)
+    assert torch.equal(gumbel_at(seeds, positions, rows, indices).view(2, 37), whole)
+
+
+def test_the_bound_of_the_noise_is_that_of_the_largest_word() -> None:
+    uniform = torch.tensor(((0xFFFFFFFF >> 9) + 0.5) * 2.0**-23, dtype=torch.float64)
+    assert (-(-uniform.log()).log()).float().item() == MAX_GUMBEL
 
 
 def test_seeds_and_positions_must_pair_up() -> None:
