@@ -293,7 +293,10 @@ class Sessions:
             raise RefusedError("too-many-reports", "this session has reported enough")
         live.reports += 1
         peer, text = printable(message.peer_id, 96), printable(message.message)
-        log.warning("%s reports peer %s (%s): %s", live.name, peer, message.code, text)
+        if message.peer_id == peer_id_of(self._core.spec.operator):
+            log.error("%s reports a fault of this very coordinator: %s", live.name, text)
+        else:
+            log.warning("%s reports peer %s (%s): %s", live.name, peer, message.code, text)
         self._hub.reports.append(
             {
                 "at_ms": self._core.now_ms(),

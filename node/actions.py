@@ -45,6 +45,7 @@ from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import (
     BarnraiseError,
     ChildError,
+    DamagedVersionError,
     MalformedError,
     PeerError,
     RefusedError,
@@ -102,6 +103,13 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
     with scope:
         try:
             await ctx.versions.ensure(head, fetcher, progress)
+        except DamagedVersionError as error:
+            ctx.say(str(error), logging.ERROR)
+            if ctx.damaged_version != version:
+                ctx.damaged_version = version
+                overlay.tell(ctx, "corrupt", ctx.coordinator, str(error))
+            ctx.feed(FetchFailed(str(error), ctx.jitter()))
+            return
         except BarnraiseError as error:
             ctx.say(f"version {version} could not be fetched: {error}", logging.WARNING)
             ctx.feed(FetchFailed(str(error), ctx.jitter()))

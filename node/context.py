@@ -90,6 +90,7 @@ class Context:
     reach_known: trio.Event = field(default_factory=trio.Event)  # facts.reach is more than a guess
     head: Signed | None = None  # the newest manifest, checked
     head_version: int = -1
+    damaged_version: int = -1  # the newest one that the coordinator was told it published damaged
     answered: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # leases, lately
     judged: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # submissions, lately
     coordinator: str = ""  # peer id

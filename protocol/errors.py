@@ -49,5 +49,9 @@ class StorageError(BarnraiseError):
     """The disk refused: full, read-only, or over the quota; the text says how much is needed where."""
 
 
+class DamagedVersionError(BarnraiseError):
+    """Every shard of a version is right and a whole file is wrong: its publisher's fault, nobody else's."""
+
+
 class ChildError(BarnraiseError):
     """A child process died or broke its protocol; the text says why ("out of memory", R5)."""

@@ -19,7 +19,7 @@ from tempfile import mkdtemp
 
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import MalformedError, StorageError
+from barnraise.protocol.errors import DamagedVersionError, MalformedError, StorageError
 from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, PatchEntry, Signed
 from barnraise.protocol.mirrors import check_mirror
 from barnraise.protocol.spec import RunSpec
@@ -292,7 +292,8 @@ def assemble(
     renamed; a ``folder`` that exists is kept if it matches and replaced if not. Blocking.
 
     Raises:
-        StorageError: ``get`` does not have a shard, a file comes out different, or the disk is full.
+        StorageError: ``get`` does not have a shard, or the disk is full.
+        DamagedVersionError: a file comes out different though all its shards are right.
     """
     if folder.exists() and folder_matches(manifest, folder):
         return
@@ -338,11 +339,20 @@ def _write_file(
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    if whole.digest() != entry.sha256:
-        raise StorageError(
-            f"version {manifest.version}: {entry.path} does not have the SHA-256 that its manifest names, "
-            "though every shard does: the version was published damaged"
-        )
+    if whole.digest() == entry.sha256:
+        return
+    for digest, _, _ in entry_shards(entry, manifest.shard_size):
+        data = get(digest)
+        if data is None or not check_shard(data, digest):
+            raise StorageError(
+                f"version {manifest.version}: shard {digest.hex()[:16]} of {entry.path} changed on the disk; "
+                "it must be fetched again, and the disk may be failing"
+            )
+    raise DamagedVersionError(
+        f"version {manifest.version} was published damaged: {entry.path} does not have the SHA-256 that the "
+        "signed manifest names, though every shard does. The run's coordinator is at fault, and no peer; "
+        "its operator has to publish the version again"
+    )
 
 
 def remove_parts(folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spec_support import GRPO, VERIFY
 
 from barnraise.protocol.envelope import sign
-from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
+from barnraise.protocol.errors import DamagedVersionError, MalformedError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.manifest import (
     assemble,
@@ -257,8 +257,17 @@ def test_a_missing_or_wrong_shard_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"shard .* of model\.safetensors is missing"):
         assemble(manifest, without.get, tmp_path / "out" / "v")
     damaged = shards | {gone: b"\0" * len(shards[gone])}
-    with pytest.raises(StorageError, match="SHA-256"):
+    with pytest.raises(StorageError, match="changed on the disk"):
         assemble(manifest, damaged.get, tmp_path / "out" / "v")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_file_that_is_wrong_though_its_shards_are_right_is_the_publishers_fault(tmp_path: Path) -> None:
+    manifest, shards = version(tmp_path / "in")
+    entry = msgspec.structs.replace(manifest.files[1], sha256=b"\1" * 32)
+    wrong = msgspec.structs.replace(manifest, files=(manifest.files[0], entry, *manifest.files[2:]))
+    with pytest.raises(DamagedVersionError, match=r"coordinator is at fault, and no peer"):
+        assemble(wrong, shards.get, tmp_path / "out" / "v")
     assert not list((tmp_path / "out").iterdir())
 
 
