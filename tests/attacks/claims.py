@@ -12,12 +12,16 @@ from msgspec import structs
 
 from attacks.registry import attack
 from attacks.stage import Outcome, Stage
+from barnraise.coordinator.draw_checks import sum_limit
 from barnraise.kernels.toploc import PRIME, build_proofs, chunk_points
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Rollout
 
 Floats = npt.NDArray[np.float32]
-LOGPROB_CHECKS = ("logprob-max", "logprob-mean", "logprob-range")
+LOGPROB_CHECKS = ("logprob-max", "logprob-mean", "logprob-bias", "logprob-range")
+ROUNDING = (
+    "it is no more than rounding does between honest engines, and the importance ratio is off by that much"
+)
 
 
 # --- log-probabilities
@@ -37,17 +41,19 @@ def _bent(stage: Stage, me: Identity, bend: Callable[[int, Floats], Floats]) -> 
     return stage.submit(me, stage.sign(me, lease, claimed))
 
 
-@attack("log-probabilities times 0.9", *LOGPROB_CHECKS)
+@attack("log-probabilities times 0.9", *LOGPROB_CHECKS, least=0.0, limits=ROUNDING)
 def logprobs_scaled(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _bent(stage, me, lambda row, values: values * np.float32(0.9))
 
 
-@attack("log-probabilities minus 0.01, to weigh more in the loss", *LOGPROB_CHECKS)
+@attack(
+    "log-probabilities minus 0.01, to weigh more in the loss", *LOGPROB_CHECKS, least=0.0, limits=ROUNDING
+)
 def logprobs_shifted(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _bent(stage, me, lambda row, values: values - np.float32(0.01))
 
 
-@attack("one log-probability minus 1", "logprob-max")
+@attack("one log-probability minus 1", "logprob-max", least=0.0, limits=ROUNDING)
 def one_logprob_edited(stage: Stage, me: Identity, rng: Random) -> Outcome:
     def bend(row: int, values: Floats) -> Floats:
         if row == 3:
@@ -66,15 +72,34 @@ def logprobs_of_another_temperature(stage: Stage, me: Identity, rng: Random) -> 
 
 
 @attack(
-    "log-probabilities bent as far as the thresholds leave room",
+    "log-probabilities bent to one side as far as the thresholds leave room",
     *LOGPROB_CHECKS,
     least=0.0,
-    limits="it is no more than rounding may do; the importance ratio is off by e^logprob_mean on average and "
-    "e^logprob_max at most",
+    least_exact=0.0,
+    limits=ROUNDING,
 )
-def logprobs_within_thresholds(stage: Stage, me: Identity, rng: Random) -> Outcome:
-    room = np.float32(0.9 * stage.spec.verify.logprob_mean)
+def logprobs_bent_within_thresholds(stage: Stage, me: Identity, rng: Random) -> Outcome:
+    room = np.float32(0.8 * stage.spec.verify.bias)
     return _bent(stage, me, lambda row, values: values - room)
+
+
+@attack(
+    "noise on log-probabilities, as much as the thresholds leave room",
+    *LOGPROB_CHECKS,
+    least=0.0,
+    least_exact=0.0,
+    limits=ROUNDING,
+)
+def logprobs_noisy_within_thresholds(stage: Stage, me: Identity, rng: Random) -> Outcome:
+    tokens, verify, heat = round(stage.usual_tokens), stage.spec.verify, stage.spec.sampling.temperature
+    room = 0.8 * sum_limit(verify.logprobs, tokens, verify.false_alarm, heat) / heat / tokens
+    return _bent(
+        stage,
+        me,
+        lambda row, values: np.minimum(
+            values + np.float32(room) * np.where(np.arange(len(values)) % 2, 1, -1), 0
+        ),
+    )
 
 
 def _register_values() -> None:

@@ -15,7 +15,10 @@ from barnraise.kernels.sampling import gumbel
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import RolloutLease
 
-ROUNDING = "a token within the margin by which two honest machines may differ cannot be told from rounding; how many such tokens there are, and what they can change, is bounded by the mean"
+ROUNDING = (
+    "a token within the margin by which two honest machines may differ cannot be told from rounding; "
+    "how many such tokens there are, and what they change, is bounded by the mean"
+)
 
 
 def _hand_in(stage: Stage, me: Identity, lease: RolloutLease, chosen: Tokens) -> Outcome:
@@ -40,7 +43,7 @@ def other_temperature(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _other_sampling(stage, me, temperature=0.7 * stage.spec.sampling.temperature)
 
 
-@attack("a temperature 5 % lower", "sampling-")
+@attack("a temperature 5 % lower", "sampling-", least=0.0, limits=ROUNDING)
 def temperature_slightly_lower(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _other_sampling(stage, me, temperature=0.95 * stage.spec.sampling.temperature)
 
@@ -188,7 +191,12 @@ def _edit(stage: Stage, lease: RolloutLease, chosen: Tokens, row: int, place: in
     chosen[row] = _continue(stage, lease, row, [*chosen[row][:place], token])
 
 
-@attack("one token exchanged for the runner-up, the rest drawn on from there", "sampling-")
+@attack(
+    "one token exchanged for the runner-up, the rest drawn on from there",
+    "sampling-",
+    least=0.0,
+    limits=ROUNDING,
+)
 def one_token_edited(stage: Stage, me: Identity, rng: Random) -> Outcome:
     lease = stage.lend(me)
     chosen = _tokens(stage, lease)
@@ -210,7 +218,11 @@ def one_token_replaced(stage: Stage, me: Identity, rng: Random) -> Outcome:
 
 
 @attack(
-    "one token edited where it shows least in the whole submission", "sampling-", least=0.0, limits=ROUNDING
+    "one token edited where it shows least in the whole submission",
+    "sampling-",
+    least=0.0,
+    least_exact=0.0,
+    limits=ROUNDING,
 )
 def least_noticeable_edit(stage: Stage, me: Identity, rng: Random) -> Outcome:
     lease = stage.lend(me)
@@ -225,7 +237,13 @@ def least_noticeable_edit(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _hand_in(stage, me, lease, chosen)
 
 
-@attack("every token whose runner-up is within 0.015 nats exchanged", "sampling-", least=0.0, limits=ROUNDING)
+@attack(
+    "every token whose runner-up is within 0.015 nats exchanged",
+    "sampling-",
+    least=0.0,
+    least_exact=0.0,
+    limits=ROUNDING,
+)
 def steered_within_the_margin(stage: Stage, me: Identity, rng: Random) -> Outcome:
     lease = stage.lend(me)
     chosen = _tokens(stage, lease)

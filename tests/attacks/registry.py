@@ -24,10 +24,12 @@ class Attack:
         name: as in the tables.
         what: what it does, in a few words.
         caught_by: beginnings of the checks or refusal codes that find it, any of them.
-        least: share of single submissions that must be caught with the demo model.
+        least: share of single submissions that must be caught with the demo model, under the
+            thresholds that ``run init`` writes.
+        least_exact: the same under ``exact_verify_spec``; at least ``least``.
         honest: no cheat at all: every submission must be accepted.
         limits: what cannot be detected, and why; empty where all of it can.
-        precision: compute dtype of the engines' run, ``"float32"`` or ``"bfloat16"``.
+        precision: of the run's engines, ``"float32"`` or ``"bfloat16"``.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Attack:
     perform: Perform
     caught_by: tuple[str, ...]
     least: float
+    least_exact: float
     honest: bool
     limits: str
     precision: str
@@ -47,6 +50,7 @@ def attack(
     what: str,
     *caught_by: str,
     least: float = 1.0,
+    least_exact: float = 1.0,
     honest: bool = False,
     limits: str = "",
     precision: str = "float32",
@@ -56,7 +60,9 @@ def attack(
     def register(perform: Perform) -> Perform:
         name = perform.__name__.replace("_", "-")
         assert name not in ATTACKS, f"two attacks are called {name}"
-        ATTACKS[name] = Attack(name, what, perform, caught_by, least, honest, limits, precision)
+        ATTACKS[name] = Attack(
+            name, what, perform, caught_by, least, max(least, least_exact), honest, limits, precision
+        )
         return perform
 
     return register

@@ -50,10 +50,25 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger import credit_for
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Signed
 from barnraise.protocol.seeds import sample_seed, task_seed
-from barnraise.protocol.spec import SamplingSpec
+from barnraise.protocol.spec import Noise, SamplingSpec, VerifySpec
 
 Tokens = list[list[int]]
 MINUTE = 60_000
+
+
+def exact_verify_spec() -> VerifySpec:
+    """Thresholds for a run whose engines all compute in float32, and round no worse than by 1e-3.
+
+    The default ones leave room for an engine in bfloat16 beside a verifier in float32. An
+    operator who knows that there is none may have these: between batch shapes of one float32
+    engine, log-probabilities differ by 1e-6 on average and no draw changes.
+    """
+    return structs.replace(
+        default_verify_spec("float32"),
+        draws=Noise(mean=2e-5, variance=1e-7, scale=1e-3),
+        logprobs=Noise(mean=1e-4, variance=1e-6, scale=1e-3),
+        bias=1e-4,
+    )
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,7 @@ class Stage:
     Attributes:
         state: the coordinator's.
         head: the version that leases are for.
+        patience: how many submissions a patient cheat is honest for, before its first try.
     """
 
     def __init__(
@@ -82,6 +98,7 @@ class Stage:
         folder: Path,
         model: str = "demo",
         settings: Settings | None = None,
+        verify: VerifySpec | None = None,
         verify_in: str | None = None,
         number: int = 0,
     ) -> None:
@@ -90,6 +107,7 @@ class Stage:
         Args:
             model: ``"demo"`` or ``"smollm2"``.
             settings: the preset of ``model`` by default.
+            verify: thresholds; by default those that ``run init`` writes for the run.
             verify_in: compute dtype of the verifier, where it is not the engines'.
             number: stages of another number lend other leases.
         """
@@ -98,6 +116,8 @@ class Stage:
         self.operator = Identity.from_private_bytes(b"o" * 32)
         self._random = np.random.default_rng(number)
         self.now = 1_000_000
+        self.patience = 2
+        self._honest_tokens = self._honest_count = 0
         prepare_model(
             _source(model, folder.parent),
             folder.parent / "start",
@@ -108,7 +128,7 @@ class Stage:
             folder,
             folder.parent / "start",
             settings,
-            default_verify_spec(settings.compute_dtype),
+            verify or default_verify_spec(settings.compute_dtype),
             name="stage",
             description="",
             model_name=model,
@@ -138,6 +158,11 @@ class Stage:
     @property
     def head(self) -> int:
         return self.state.head
+
+    @property
+    def usual_tokens(self) -> float:
+        """Tokens of a submission, on average over the honest ones."""
+        return self._honest_tokens / max(self._honest_count, 1)
 
     # --- who is there, and what is lent
 
@@ -378,6 +403,8 @@ class Stage:
             outcome = self.submit(node, signed)
             if not outcome.accepted:
                 raise AssertionError(f"honest work was refused: {outcome.message}")
+            self._honest_tokens += outcome.tokens
+            self._honest_count += 1
             item = self.state.submissions[content_id(signed)]
             usable += usable_groups(item.rewards, lease.group_size)
             groups += lease.prompts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from attacks import claims, draws, leases, weights  # noqa: F401  each registers its attacks
+from attacks import claims, draws, leases, patience, weights  # noqa: F401  each registers its attacks
 from attacks.registry import ATTACKS, Attack
-from attacks.stage import Stage
+from attacks.stage import Stage, exact_verify_spec
 from barnraise.coordinator import presets
 
 
@@ -27,13 +28,13 @@ class Stages:
         return self._made[precision]
 
     def _make(self, precision: str) -> Stage:
-        from dataclasses import replace
-
         preset = presets.demo() if self._model == "demo" else presets.smollm2()
-        settings = replace(preset, compute_dtype=precision)  # type: ignore[arg-type]
-        verify_in = "float32" if precision == "bfloat16" else None
-        (self._folder / precision).mkdir()
-        return Stage(self._folder / precision / "run", self._model, settings, verify_in)
+        (self._folder / precision).mkdir(exist_ok=True)
+        folder = self._folder / precision / "run"
+        if precision == "bfloat16":
+            settings = replace(preset, compute_dtype="bfloat16")
+            return Stage(folder, self._model, settings, verify_in="float32")
+        return Stage(folder, self._model, preset, exact_verify_spec() if precision == "exact" else None)
 
 
 def perform(stage: Stage, attack: Attack, tries: int) -> dict[str, Any]:

@@ -31,6 +31,23 @@ def test_an_attack_is_caught_by_the_check_that_is_meant_for_it(stages: suite.Sta
         assert check.startswith(attack.caught_by), f"{name} is found by {check} instead"
 
 
+FINE = [name for name, attack in ATTACKS.items() if attack.least < 1 and attack.precision == "float32"]
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_a_fine_attack_is_caught_where_engines_are_exact(stages: suite.Stages, name: str) -> None:
+    attack = ATTACKS[name]
+    row = suite.perform(stages["exact"], attack, tries=1)
+    assert row["caught"] >= attack.least_exact * row["of"], row
+
+
+def test_honest_work_passes_where_engines_are_exact(stages: suite.Stages) -> None:
+    stage = stages["exact"]
+    me = stage.join("honest")
+    for _ in range(5):
+        assert stage.submit(me, stage.honest(me)[1]).accepted
+
+
 def test_what_cannot_be_detected_says_why() -> None:
     for attack in ATTACKS.values():
         assert attack.honest or attack.least > 0 or attack.limits, attack.name

@@ -21,8 +21,8 @@ from barnraise.kernels.prefill import prefill
 from barnraise.protocol.identity import Identity
 
 FINE_ROUNDING = (
-    "weights rounded this finely change few draws: how many one submission shows depends on its tokens; "
-    "the credit of what passes is lost with the first that does not"
+    "where an honest engine may compute in bfloat16 these weights differ from the right ones by no more; "
+    "a run whose engines are all exact tells them apart"
 )
 BFLOAT16 = (
     "honest bfloat16 engines differ from each other by as much as these weights from the right ones; a run "
@@ -78,12 +78,18 @@ def smaller_model_proven(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="smaller", change=smaller), proven=True)
 
 
-@attack("weights in 8 bits", *MODEL_CHECKS)
+@attack("weights in 8 bits", *MODEL_CHECKS, least=0.0, limits=FINE_ROUNDING)
 def int8_weights(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="int8", change=int8), proven=False)
 
 
-@attack("tokens of 8-bit weights, prefilled by the right ones", "sampling-", least=0.0, limits=FINE_ROUNDING)
+@attack(
+    "tokens of 8-bit weights, prefilled by the right ones",
+    "sampling-",
+    least=0.0,
+    least_exact=0.0,
+    limits=FINE_ROUNDING,
+)
 def int8_weights_proven(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="int8", change=int8), proven=True)
 
@@ -93,7 +99,7 @@ def int4_weights(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="int4", change=int4), proven=False)
 
 
-@attack("tokens of 4-bit weights, prefilled by the right ones", "sampling-")
+@attack("tokens of 4-bit weights, prefilled by the right ones", "sampling-", least=0.0, limits=FINE_ROUNDING)
 def int4_weights_proven(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="int4", change=int4), proven=True)
 
@@ -130,7 +136,7 @@ def bfloat16_engine(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(), proven=False)
 
 
-@attack("a bfloat16 engine in a float32 run", *MODEL_CHECKS)
+@attack("a bfloat16 engine in a float32 run", *MODEL_CHECKS, least=0.0, limits=FINE_ROUNDING)
 def half_precision(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _drawn(stage, me, stage.policy(kind="bfloat16:"), proven=False)
 
@@ -139,6 +145,7 @@ def half_precision(stage: Stage, me: Identity, rng: Random) -> Outcome:
     "tokens of a bfloat16 engine in a float32 run, prefilled in float32",
     "sampling-",
     least=0.0,
+    least_exact=0.0,
     limits=FINE_ROUNDING,
 )
 def half_precision_proven(stage: Stage, me: Identity, rng: Random) -> Outcome:
