@@ -1,0 +1,407 @@
+"""What proofs cost, what verifying costs, how often honest work is refused and cheats are caught.
+
+    python -m benchmarks.verification [--json] [--save FILE]
+        [--parts speed honest-demo honest-smollm2 attacks attacks-smollm2] [--tries 3]
+
+Everything runs for real: submissions are made by the torch engine (``node.torch_engine``), judged by the
+whole ``Judge`` with the default thresholds, and attacks (``tests/attacks``) go through the coordinator's
+own state and submission checks besides. One thread; times are processor time, so that a busy machine
+does not change their ratios. ``--save`` keeps the parts that are in FILE already.
+
+``proof_overhead``: making proofs, as a fraction of the time to generate what is proven. ``verify_speedup``:
+processor time to generate a token, at decode batch 1 or 16, over that to judge one (SmolLM2-135M, 16
+completions in one submission, 4 per prompt, up to 96 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from barnraise.coordinator import presets
+from barnraise.coordinator.checks import default_verify_spec
+from barnraise.coordinator.folder import Settings, create_run, open_run
+from barnraise.coordinator.model_source import prepare_model
+from barnraise.coordinator.verifier import Judge
+from barnraise.coordinator.workers import VerifyJob, WorkerSetup, checkpoint_folder
+from barnraise.kernels.generate import generate
+from barnraise.kernels.toploc import build_proofs, chunk_points
+from barnraise.node.engine import Work
+from barnraise.node.torch_engine import Generator
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.messages import RolloutLease, RolloutSubmission
+from barnraise.protocol.spec import Dtype, RunSpec
+from barnraise.protocol.wire import encode
+from benchmarks.proof_models import model_folder
+
+PARTS = ("speed", "honest-demo", "honest-smollm2", "attacks", "attacks-smollm2")
+NODE = bytes([9]) * 32
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+# Of the attacks on the demo model, those whose outcome depends on the model, tried on SmolLM2 too.
+ON_SMOLLM2 = (
+    "bfloat16-engine",
+    "int8-weights",
+    "int4-weights",
+    "smaller-model",
+    "fine-tuned-copy",
+    "previous-version",
+    "other-temperature",
+    "own-noise",
+    "wrong-prompt-proven",
+)
+Say = Callable[[str], None]
+
+
+class Bench:
+    """A run folder, engines for it by dtype, judges by dtype."""
+
+    def __init__(self, model: str, settings: Settings, scratch: Path) -> None:
+        scratch.mkdir(parents=True)
+        source = model_folder(model, scratch)
+        prepare_model(source, scratch / "start", settings.weights_dtype, settings.environment)
+        operator = Identity.from_private_bytes(b"o" * 32)
+        create_run(
+            scratch / "run",
+            scratch / "start",
+            settings,
+            default_verify_spec(settings.compute_dtype),
+            name="benchmark",
+            description="",
+            model_name=model,
+            seed=0,
+            now_ms=1_000,
+            identity=operator,
+        )
+        self.folder = scratch / "run"
+        with open_run(self.folder) as run:
+            self.spec, self.run_id = run.spec, run.run_id
+        self._engines: dict[str, Generator] = {}
+        self._judges: dict[str, Judge] = {}
+        self._leases = 0
+
+    def spec_in(self, dtype: Dtype) -> RunSpec:
+        model = msgspec.structs.replace(self.spec.model, compute_dtype=dtype)
+        return msgspec.structs.replace(self.spec, model=model)
+
+    def engine(self, dtype: Dtype) -> Generator:
+        if dtype not in self._engines:
+            engine = Generator("cpu")
+            engine.load(self.spec_in(dtype), checkpoint_folder(self.folder, 0), 0)
+            self._engines[dtype] = engine
+        return self._engines[dtype]
+
+    def judge(self, dtype: Dtype) -> Judge:
+        if dtype not in self._judges:
+            setup = WorkerSetup(
+                spec=self.spec_in(dtype), run_id=self.run_id, folder=str(self.folder), threads=1
+            )
+            self._judges[dtype] = Judge(setup)
+        return self._judges[dtype]
+
+    def job(
+        self, dtype: Dtype, shrink: int, prompts: int = 0, group: int = 0
+    ) -> tuple[VerifyJob, RolloutSubmission, float]:
+        """A fresh lease answered by the engine, and the processor time that this took, seconds."""
+        self._leases += 1
+        rollout = self.spec.rollout
+        lease = RolloutLease(
+            run_id=self.run_id,
+            lease_id=self._leases.to_bytes(16, "big"),
+            unit_id=self._leases,
+            node=NODE,
+            policy_version=0,
+            prompts=prompts or rollout.prompts_per_unit,
+            group_size=group or rollout.group_size,
+            issued_at=0,
+            timeout_at=1,
+            deadline_at=2,
+        )
+        work = Work(
+            run_id=lease.run_id,
+            lease_id=lease.lease_id,
+            node=NODE,
+            policy_version=0,
+            prompts=lease.prompts,
+            group_size=lease.group_size,
+            shrink=shrink,
+        )
+        engine = self.engine(dtype)
+        began = time.process_time()
+        done = engine.generate(work, lambda progress: None, lambda: False)
+        seconds = time.process_time() - began
+        submission = RolloutSubmission(
+            run_id=lease.run_id,
+            lease_id=lease.lease_id,
+            policy_version=0,
+            engine="torch",
+            generate_ms=1,
+            rollouts=done.rollouts,
+        )
+        return (
+            VerifyJob(submission_id=lease.lease_id * 2, lease=lease, payload=encode(submission)),
+            submission,
+            seconds,
+        )
+
+
+def wordy(settings: Settings, prompts: int, group: int, tokens: int) -> Settings:
+    """The same run with units of another shape and answers that go on."""
+    return replace(
+        settings,
+        environment=msgspec.structs.replace(
+            settings.environment, system_prompt="Explain every step at length before you answer."
+        ),
+        sampling=msgspec.structs.replace(settings.sampling, max_new_tokens=tokens),
+        rollout=msgspec.structs.replace(settings.rollout, prompts_per_unit=prompts, group_size=group),
+    )
+
+
+# --- speed
+
+
+def speed(scratch: Path, say: Say) -> dict[str, Any]:
+    """Overhead of proofs, speed of verifying against generating; float32."""
+    result: dict[str, Any] = {}
+    for name in ("demo", "smollm2"):
+        settings = presets.demo() if name == "demo" else wordy(presets.smollm2(), 4, 4, 96)
+        bench = Bench(name, settings, scratch / f"speed-{name}")
+        result[name] = one_speed(bench, say, name)
+    small = result["smollm2"]
+    return {
+        "speed": result,
+        "proof_overhead": small["proof_overhead"],
+        "verify_speedup_b1": small["verify_speedup_b1"],
+        "verify_speedup_b16": small["verify_speedup_b16"],
+        "bytes_per_32_tokens": small["bytes_per_32_tokens"],
+    }
+
+
+def one_speed(bench: Bench, say: Say, name: str) -> dict[str, Any]:
+    """Of one model. The unit's completions are drawn side by side, and some of them one by one."""
+    bench.job("float32", 16, prompts=1, group=2)  # what is slow the first time
+    job, submission, together = bench.job("float32", 0)
+    tokens = sum(len(rollout.tokens) // 4 for rollout in submission.rollouts)
+    _, alone, one_by_one = bench.job("float32", 16, prompts=1, group=2)
+    alone_tokens = sum(len(rollout.tokens) // 4 for rollout in alone.rollouts)
+    judge = bench.judge("float32")
+    verify = []
+    for _ in range(3):
+        began = time.process_time()
+        (verdict,) = judge.judge([job])
+        verify.append(time.process_time() - began)
+        if not verdict.verdict.accepted:
+            raise SystemExit(f"honest work was refused: {verdict.verdict}")
+    proofs = proof_seconds(bench, job)
+    per_token = statistics.median(verify[1:]) / tokens
+    row = {
+        "rollouts": len(submission.rollouts),
+        "tokens": tokens,
+        "generate_ms_per_token_b1": 1000 * one_by_one / alone_tokens,
+        "generate_ms_per_token_unit": 1000 * together / tokens,
+        "verify_ms_per_token": 1000 * per_token,
+        "proof_overhead": proofs / (together - proofs),
+        "proof_ms_per_32_tokens": 1000 * proofs / sum(-(-len(r.tokens) // 128) for r in submission.rollouts),
+        "verify_speedup_b1": one_by_one / alone_tokens / per_token,
+        "verify_speedup_b16": together / tokens / per_token,
+        "bytes_per_32_tokens": largest_proof(bench, submission),
+    }
+    say(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    return row
+
+
+def proof_seconds(bench: Bench, job: VerifyJob) -> float:
+    """Processor time of the proofs of ``job``'s completions, median of five."""
+    from barnraise.kernels.tokens import Codec
+    from barnraise.protocol.environments import build_environment
+    from barnraise.protocol.seeds import sample_seed, task_seed
+
+    lease, spec = job.lease, bench.spec
+    folder = checkpoint_folder(bench.folder, 0)
+    codec, environment = Codec(folder, spec.environment), build_environment(spec.environment)
+    tasks = [
+        environment.task(task_seed(bench.run_id, lease.lease_id, NODE, i), held_out=False)
+        for i in range(lease.prompts)
+    ]
+    places = [(i, j) for i in range(lease.prompts) for j in range(lease.group_size)]
+    prompts = [codec.encode_prompt(tasks[i].prompt) for i, _ in places]
+    seeds = [sample_seed(bench.run_id, lease.lease_id, i, j) for i, j in places]
+    loaded = bench.engine("float32")._loaded
+    assert loaded is not None
+    done = generate(loaded.policy, prompts, seeds, spec.sampling, spec.model.eos_token)
+    states = [completion.states for completion in done]
+    times = []
+    for _ in range(6):
+        began = time.process_time()
+        build_proofs(states)
+        times.append(time.process_time() - began)
+    return statistics.median(times[1:])
+
+
+def largest_proof(bench: Bench, submission: RolloutSubmission) -> int:
+    """Bytes of the largest proof of 32 tokens that was sent."""
+    hidden = bench.judge("float32")._hidden_size()
+    sizes = [
+        2 + 2 * points
+        for rollout in submission.rollouts
+        for points in chunk_points(len(rollout.tokens) // 4, hidden)
+    ]
+    whole = sum(len(rollout.proofs) for rollout in submission.rollouts)
+    if sum(sizes) != whole:
+        raise SystemExit(f"{whole} bytes of proofs, {sum(sizes)} expected")
+    return max(sizes)
+
+
+# --- honest work
+
+
+def honest(bench: Bench, chunks: int, shrinks: tuple[int, ...], say: Say) -> dict[str, Any]:
+    """Submissions of every dtype, batch shape and verifier dtype by turns, until there are enough proofs."""
+    ways = [(engine, verifier, shrink) for shrink in shrinks for engine in DTYPES for verifier in DTYPES]
+    seen = alarms = submissions = tokens = 0
+    refused: dict[str, int] = {}
+    by_way: dict[str, int] = {}
+    while seen < chunks or submissions < len(ways):
+        engine, verifier, shrink = ways[submissions % len(ways)]
+        job, submission, _ = bench.job(engine, shrink)
+        (result,) = bench.judge(verifier).judge([job])
+        count = sum(-(-len(rollout.tokens) // 128) for rollout in submission.rollouts)
+        submissions += 1
+        seen += count
+        tokens += sum(len(rollout.tokens) // 4 for rollout in submission.rollouts)
+        way = f"{engine} engine, {verifier} verifier"
+        by_way[way] = by_way.get(way, 0) + count
+        if not result.verdict.accepted:
+            alarms += 1
+            refused[result.verdict.check] = refused.get(result.verdict.check, 0) + 1
+            say(f"refused ({way}, shrink {shrink}): {result.verdict}")
+        if submissions % 20 == 0:
+            say(f"{seen} honest proofs in {submissions} submissions, {alarms} refused")
+    return {
+        "chunks": seen,
+        "submissions": submissions,
+        "tokens": tokens,
+        "false_alarms": alarms,
+        "refused_by": refused,
+        "chunks_by_way": by_way,
+    }
+
+
+def honest_demo(scratch: Path, say: Say) -> dict[str, Any]:
+    """Single prompts' groups up to the whole unit at a time."""
+    bench = Bench("demo", presets.demo(), scratch / "honest-demo")
+    return honest(bench, 9_600, (0, 3, 5, 8), say)
+
+
+def honest_smollm2(scratch: Path, say: Say) -> dict[str, Any]:
+    """The preset's short answers in large units, then long answers in small ones."""
+    settings = presets.smollm2()
+    shape = msgspec.structs.replace(settings.rollout, prompts_per_unit=8, group_size=8)
+    short = Bench("smollm2", replace(settings, rollout=shape), scratch / "honest-short")
+    rows = [honest(short, 440, (0, 5), say)]
+    del short
+    long = Bench("smollm2", wordy(settings, 2, 4, 80), scratch / "honest-long")
+    rows.append(honest(long, 60, (0,), say))
+    return {
+        "short": rows[0],
+        "long": rows[1],
+        **{key: sum(row[key] for row in rows) for key in ("chunks", "submissions", "tokens", "false_alarms")},
+    }
+
+
+# --- attacks
+
+
+def attacks(scratch: Path, say: Say, tries: int, model: str) -> dict[str, Any]:
+    """Every attack of the suite on the demo model; those of ``ON_SMOLLM2`` on SmolLM2."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    from attacks import suite
+
+    scratch.mkdir()
+    stages = suite.Stages(scratch, model)
+    rows: dict[str, Any] = {}
+    for name, attack in suite.ATTACKS.items():
+        if model == "smollm2" and name not in ON_SMOLLM2:
+            continue
+        row = suite.perform(stages[attack.precision], attack, tries)
+        rows[name] = {"what": attack.what, "honest": attack.honest, **row, "limits": attack.limits}
+        say(f"{model}: {name}: {row['caught']} of {row['of']}, median {row['median']}")
+    return rows
+
+
+# --- together
+
+
+def totals(result: dict[str, Any]) -> dict[str, Any]:
+    """The figures over both models."""
+    rows = [result[key] for key in ("honest-demo", "honest-smollm2") if key in result]
+    if rows:
+        result["honest_chunks"] = sum(row["chunks"] for row in rows)
+        result["false_alarms"] = sum(row["false_alarms"] for row in rows)
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tries", type=int, default=3, help="submissions per attack (SmolLM2: at most 2)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", type=Path, help="write the result here; parts already in it are kept")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result: dict[str, Any] = {"benchmark": "verification"}
+    if options.save is not None and options.save.exists():
+        result = json.loads(options.save.read_text())
+    with tempfile.TemporaryDirectory(prefix="barnraise-verification-") as name:
+        scratch = Path(name)
+        for part in options.parts:
+            began = time.monotonic()
+            match part:
+                case "speed":
+                    result.update(speed(scratch, say))
+                case "honest-demo":
+                    result[part] = honest_demo(scratch, say)
+                case "honest-smollm2":
+                    result[part] = honest_smollm2(scratch, say)
+                case "attacks":
+                    result[part] = attacks(scratch / part, say, options.tries, "demo")
+                case _:
+                    result[part] = attacks(scratch / part, say, min(options.tries, 2), "smollm2")
+            result.setdefault("seconds", {})[part] = round(time.monotonic() - began, 1)
+            if options.save is not None:
+                options.save.write_text(json.dumps(_conditions(totals(result)), indent=1) + "\n")
+    text = json.dumps(_conditions(totals(result)), indent=None if options.json else 1)
+    print(text)
+
+
+def _conditions(result: dict[str, Any]) -> dict[str, Any]:
+    result["conditions"] = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+        "device": "cpu",
+        "verify": msgspec.to_builtins(default_verify_spec()),
+    }
+    return result
+
+
+if __name__ == "__main__":
+    main()
