@@ -4,16 +4,19 @@
 that hold what is missing. While there is no neighbour, or when nothing has come for a
 while, it asks for a few shards at a time as ``SwarmFetcher`` does, and goes back to
 the tree as soon as that moves again: after a partition, or for a newcomer whose
-neighbours are no further, a download only becomes slower.
+neighbours are no further, a download only becomes slower. Mirrors that the manifest
+names are drawn from all the while (``barnraise.node.mirror_draws``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import trio
 
+from barnraise.node.mirror_draws import draw_from_mirrors
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.gossip import Gossiper
@@ -88,6 +91,20 @@ class _Download:
     async def run(self) -> None:
         for number, shards in self.lists.items():
             self.gossiper.lists.want(number, shards, self.watch)
+        draw = partial(draw_from_mirrors, self.gossiper, self.beside, self.manifest, self.lists, self._got)
+        failure: BarnraiseError | None = None
+        async with trio.open_nursery() as nursery:
+            if self.manifest.mirrors and self.lists:
+                nursery.start_soon(draw)
+            try:
+                await self._until_whole()
+            except BarnraiseError as error:  # raised outside, where no group wraps it
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _until_whole(self) -> None:
         if self.others:
             await self._beside(self.others)
         while self.missing and self.failure is None:

@@ -24,7 +24,7 @@ AHEAD_S = 2.0  # seconds' worth that may be asked of others before it has arrive
 MOST_AHEAD = 64 * 1024 * 1024
 BUSY = 0.9  # of the cap: with so much in use, asking for more would bring no more
 WINDOW = 256 * 1024  # bytes that a sender may send before it feels how slowly it is read (yamux)
-WINDOWS_S = 0.25  # seconds' worth of the cap that such windows may hold together
+WINDOWS_S = 0.15  # seconds' worth of the cap that such windows may hold together
 MOST_SENDERS = 16
 _SLACK = 1.0  # bytes: rounding of clock values must not make a waiter wait for nothing
 
@@ -166,7 +166,7 @@ class Pacer:
     def senders(self, sending: int) -> int:
         """How many others to let send at a time while ``sending`` do; 0: any. Ask once a second.
 
-        As many as fit their windows into a quarter of a second's worth, at least one, and
+        As many as fit their windows into 0.15 s worth, at least one, and
         more only as long as they are so slow that the cap is not used.
         """
         rate = self._bucket.rate

@@ -93,6 +93,22 @@ class Lists:
             if digest in wanted:
                 self._do(self._core.verified(None, number, index, trio.current_time()))
 
+    def claim(self, number: int) -> tuple[bytes, int] | None:
+        """A shard (digest, bytes) that the caller fetches elsewhere meanwhile; see ``Transfer.claim``."""
+        index, effects = self._core.transfer.claim(number, trio.current_time())
+        self._do(effects)
+        return None if index is None else self.shards[number][index]
+
+    def unclaim(self, number: int, digest: bytes) -> None:
+        """Neighbours may be asked for it again."""
+        for index, (other, _) in enumerate(self.shards.get(number, ())):
+            if other == digest:
+                self._do(self._core.transfer.unclaim(number, index, trio.current_time()))
+
+    def missing(self, number: int) -> int:
+        """How many shards of a list are neither here nor on their way."""
+        return self._core.transfer.missing(number).bit_count()
+
     def unwant(self, number: int) -> None:
         """Nobody waits for a list any more: it is served if it is whole, and left if not."""
         self.watches.pop(number, None)

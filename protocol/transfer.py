@@ -24,7 +24,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from barnraise.protocol.bitmaps import from_bytes, to_bytes, to_mask
+from barnraise.protocol.bitmaps import from_bytes, pick, to_bytes, to_mask
 from barnraise.protocol.downloads import Downloads
 from barnraise.protocol.messages import Message
 from barnraise.protocol.transfer_state import (
@@ -63,6 +63,7 @@ class Transfer:
     def __init__(self, rng: random.Random, config: TransferConfig | None = None) -> None:
         self.config = config or TransferConfig()
         self.stats = Stats()
+        self._rng = rng
         self._peers: dict[str, PeerState] = {}
         self._versions: dict[int, VersionState] = {}  # newest first
         self._uploads = Uploads(self.config, rng, self._peers, self._versions, self.stats)
@@ -92,6 +93,11 @@ class Transfer:
         """Which shards of ``version`` are here, as a mask; 0 for an unknown version."""
         state = self._versions.get(version)
         return state.have if state is not None else 0
+
+    def missing(self, version: int) -> int:
+        """Which shards of ``version`` are wanted, not here and not on their way, as a mask."""
+        state = self._versions.get(version)
+        return state.missing if state is not None else 0
 
     def versions(self) -> tuple[int, ...]:
         """The versions taken part in, newest first."""
@@ -334,6 +340,23 @@ class Transfer:
                 effects += self._uploads.stop(name, peer, now)
             effects.append(self._tell(name, peer, version, state, ask=False))
         return [*effects, *self._downloads.order_all(version, state, now), *self._uploads.fill(now)]
+
+    def claim(self, version: int, now: float) -> tuple[int | None, Effects]:
+        """The rarest missing shard is fetched from elsewhere (a mirror): no neighbour is asked for it.
+
+        None: nothing is missing that is not on its way. ``verified`` or ``unclaim`` follows.
+        """
+        state = self._versions.get(version)
+        if state is None or not state.missing:
+            return None, []
+        index = pick(state.counts.rarest(state.missing), self._rng)
+        state.incoming |= 1 << index
+        state.on_way[index] = ""
+        return index, self._downloads.order_all(version, state, now)
+
+    def unclaim(self, version: int, index: int, now: float) -> Effects:
+        """It does not come from there, or too slowly: neighbours are asked for it again."""
+        return self._downloads.release("", version, index, now)
 
     # --- shards that go out
 

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from gossip_support import CONFIG, KIB, Host, make_version, meadow, opened
+from gossip_support import CONFIG, KIB, OPERATOR, Host, make_version, meadow, opened
 
 from barnraise.protocol import shards as shards_module
+from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.libp2p_network import open_libp2p
@@ -381,6 +382,72 @@ async def test_a_host_under_a_tight_cap_is_slow_and_loses_nobody(
         assert took < 40  # 26 s at its cap
         assert slow.whole(signed)
         assert all("slow" not in host.gossiper.banned for host in field.hosts.values())
+
+
+class Mirror:
+    """A mirror's donor: ``rate`` bytes/s of what ``store`` has; None: it breaks off."""
+
+    def __init__(self, store: DiskStore, rate: float | None) -> None:
+        self.store, self.rate = store, rate
+        self.failures = self.received = self.asked = 0
+
+    async def fetch(self, digest: bytes, size: int) -> bytes | None:
+        self.asked += 1
+        if self.rate is None:
+            self.failures += 1
+            await trio.sleep(5)
+            raise PeerError("it went silent")
+        await trio.sleep(size / self.rate)
+        self.received += size
+        return self.store.get(digest)
+
+    async def close(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def mirrored(folder: Path, rate: float | None) -> tuple[float, list[Mirror], Host]:
+    """Seconds that five nodes need for 1 MiB behind a slow origin, and what they had of a mirror."""
+    made: list[Mirror] = []
+    async with meadow(folder) as field:
+        origin = await field.add("o", up=500 * KIB)
+        for number in range(5):
+            host = await field.add(f"n{number}", up=500 * KIB)
+            made.append(Mirror(origin.store, rate))
+            host.fetcher.beside.mirror = lambda url, mirror=made[-1]: mirror  # type: ignore[misc]
+        await trio.sleep(15)
+        signed = make_version(origin.store, folder, 1, 1024 * KIB, 32 * KIB)
+        manifest = msgspec.structs.replace(opened(signed), mirrors=("https://mirror/run",))
+        signed = sign(manifest, OPERATOR)
+        origin.gossiper.lists.hold(manifest)
+        origin.gossiper.publish(signed, manifest)
+        took = await field.until_done(1, limit=60)
+        nodes = [host for name, host in field.hosts.items() if name != "o"]
+        assert all(host.whole(signed) for host in nodes)
+        for mirror, host in zip(made, nodes, strict=True):
+            assert host.fetcher.came_from["https://mirror/run"] <= mirror.received
+            assert sum(host.fetcher.came_from.values()) >= 1024 * KIB
+        return took, made, origin
+
+
+async def test_mirrors_send_beside_the_tree_and_the_tree_goes_on(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    alone, _, _ = await mirrored(tmp_path / "without", None)
+    helped, mirrors, origin = await mirrored(tmp_path / "with", 500 * KIB)
+    assert helped < 0.8 * alone
+    drawn = sum(mirror.received for mirror in mirrors)
+    assert 0.2 < drawn / (5 * 1024 * KIB) < 0.7  # it is as fast as one of the others
+    assert origin.uploaded(1) > 128 * KIB
+
+
+async def test_a_mirror_that_is_down_or_slow_costs_nobody_the_version(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    dead, _, _ = await mirrored(tmp_path / "dead", None)
+    slow, mirrors, _ = await mirrored(tmp_path / "slow", 1 * KIB)  # half a minute for one shard
+    assert dead < 20
+    assert slow < 20
+    assert all(mirror.asked <= 2 for mirror in mirrors)
 
 
 @pytest.mark.parametrize("up", [8000, 350], ids=["fast", "three-fill-it"])
