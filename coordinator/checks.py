@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
-from barnraise.protocol.spec import Dtype, RunSpec, VerifySpec
+from barnraise.protocol.spec import Dtype, Noise, RunSpec, VerifySpec
+from barnraise.protocol.standing import UNAUDITED
 from barnraise.protocol.wire import decode
 
 # A log-probability may exceed 0 by rounding alone.
@@ -43,30 +44,28 @@ def default_verify_spec(compute_dtype: Dtype = "float32") -> VerifySpec:
     TOPLOC: honest maxima measured with SmolLM2-135M between engines, bfloat16 and
     float32, are 6 / 2.0 / 1; float8 weights reach 11 / 6.5 / 5.
 
-    Sampling and log-probabilities: between batch shapes of one engine in float32, on
-    a small model, log-probabilities differed by 1e-6 on average and 6e-6 at most, and
-    no draw changed; weights off by 1e-3 of their size gave 0.006 and 0.06. In bfloat16
-    honest log-probabilities were off by 0.04 on average and 0.2 at most (SmolLM2). The
-    thresholds leave room for other devices and little else: a token far from the best
-    has a margin of several nats, a slightly wrong policy shows in the means. An
-    engine that computes in bfloat16 does not pass the float32 thresholds.
+    Draws and log-probabilities: whatever the run computes in, an honest engine may compute
+    in bfloat16 and this verifier in float32 or the other way about. The bounds cover that
+    on every model measured, with room for other hardware: see docs/verification.md,
+    "Seeded sampling", and ``benchmarks/calibrate_sampling.py``, which derives them.
+    Nine limits at 1e-7 each stay below 1e-6 per submission.
 
     ``eos_min_probability`` is tiny because the seeded draw proves the end already: an
     honest policy ends with probability q once in 1/q tokens, so that a threshold
-    like the customary 0.1 or 0.01 would refuse honest work.
+    like the customary 0.1 or 0.01 would refuse honest work. At 1e-12 it does so less than
+    once in 1e12 tokens.
     """
-    exact = compute_dtype == "float32"
     return VerifySpec(
         toploc_top_k=128,
         toploc_chunk=32,
         max_exponent_mismatches=10,
         max_mantissa_mean=4.0,
         max_mantissa_median=3.0,
-        eos_min_probability=1e-8,
-        sampling_margin=0.02 if exact else 1.0,
-        sampling_mean=0.0005 if exact else 0.02,
-        logprob_mean=0.002 if exact else 0.1,
-        logprob_max=0.02 if exact else 1.0,
+        eos_min_probability=1e-12,
+        false_alarm=1e-7,
+        draws=Noise(mean=0.0025, variance=0.0005, scale=0.075),
+        logprobs=Noise(mean=0.06, variance=0.015, scale=0.075),
+        bias=0.003,
     )
 
 
@@ -105,6 +104,19 @@ def accepted(tokens: int) -> Verdict:
         value=float(tokens),
         position="",
         message="every check passed",
+    )
+
+
+def spared(tokens: int) -> Verdict:
+    """The verdict on work that the audit policy spared the model's checks; ``value`` counts the tokens."""
+    return Verdict(
+        accepted=True,
+        check=UNAUDITED,
+        threshold=0.0,
+        value=float(tokens),
+        position="",
+        message="accepted without the model's checks, by a draw that can be made again when its seed is "
+        "published; its credit counts until an audit of this node fails",
     )
 
 

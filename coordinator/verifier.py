@@ -13,7 +13,6 @@ alone, and then costs that submission only. ``LocalVerifier`` is the seam of
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,9 @@ from torch import Tensor
 
 from barnraise.coordinator import checks, draw_checks, toploc_checks
 from barnraise.coordinator.checks import CheckFailure, Completion
+from barnraise.coordinator.scoring import Scorer
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
+from barnraise.kernels.logprobs import token_logprobs
 from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.sampling import margins
@@ -79,8 +80,13 @@ class Judge:
         self.folder = Path(setup.folder)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._environment = build_environment(self.spec.environment)
+        self._scorer = Scorer(self.spec.environment)
         self._codec = Codec(checkpoint_folder(self.folder, 0), self.spec.environment)
         self._policies: dict[int, Policy] = {}  # by version, least recently used first
+
+    def close(self) -> None:
+        """End the scorer's child, if there is one; safe to call twice."""
+        self._scorer.close()
 
     def judge(
         self, jobs: Sequence[VerifyJob], should_stop: Callable[[], bool] = lambda: False
@@ -97,6 +103,9 @@ class Judge:
         for place, job in enumerate(jobs):
             try:
                 cases[place] = self._open(job)
+                if not job.model_check:
+                    results[place] = self._spared(cases[place])
+                    continue
                 versions[job.lease.policy_version].append(place)
             except CheckFailure as failure:
                 results[place] = _rejected(job, failure.verdict())
@@ -236,7 +245,6 @@ class Judge:
                 sampling.temperature,
                 sampling.top_k,
                 sampling.top_p,
-                slack=self.spec.verify.sampling_margin,
             )
             parts.append((margin.cpu(), logprob.cpu()))
         margin_rows = torch.split(torch.cat([part[0] for part in parts]), lengths)
@@ -247,26 +255,113 @@ class Judge:
 
     def _conclude(self, case: _Case) -> Judged:
         """The checks over a whole submission, and the rewards of one that passed."""
-        verify = self.spec.verify
+        verify, temperature = self.spec.verify, self.spec.sampling.temperature
         try:
             if case.failure is not None:
                 raise case.failure
-            draw_checks.check_sampling(case.margins, verify)
+            draw_checks.check_sampling(case.margins, verify, temperature)
             for number, completion in enumerate(case.completions):
                 draw_checks.check_end(completion, case.logprobs[number], number, verify)
-            draw_checks.check_logprobs(
-                [completion.logprobs for completion in case.completions], case.logprobs, verify
-            )
+            claimed = [completion.logprobs for completion in case.completions]
+            draw_checks.check_logprobs(claimed, case.logprobs, verify, temperature)
+            if draw_checks.is_suspicious(claimed, case.logprobs):
+                self._check_age(case)
         except CheckFailure as failure:
             return _rejected(case.job, failure.verdict())
-        rewards = []
-        for task, completion in zip(case.tasks, case.completions, strict=True):
-            reward = float(self._environment.score(task, self._codec.decode(completion.tokens.tolist())))
-            rewards.append(reward if math.isfinite(reward) else 0.0)
+        return self._accepted(case, checks.accepted(case.tokens))
+
+    def _check_age(self, case: _Case) -> None:
+        """Are the claims, inexact as they are, rather those of an earlier version?
+
+        A share of the tokens is enough, and large models, of which memory holds no
+        second version, are spared the swapping.
+
+        Raises:
+            CheckFailure: ``stale-weights``.
+        """
+        current = case.job.lease.policy_version
+        versions = [
+            version
+            for version in range(max(0, current - draw_checks.STALE_VERSIONS), current)
+            if checkpoint_folder(self.folder, version).is_dir()
+        ][-(self._room() - 1) :]
+        if self._room() < 2 or not versions:
+            return
+        chosen, tokens = 0, 0
+        while chosen < len(case.completions) and tokens < draw_checks.STALE_TOKENS:
+            tokens += len(case.completions[chosen].tokens)
+            chosen += 1
+
+        def rounded() -> Floats | None:
+            if self.spec.model.weights_dtype == "bfloat16":
+                return None
+            policy = load_policy(checkpoint_folder(self.folder, current), "float32", self._device)
+            for parameter in policy.model.parameters():
+                parameter.data = parameter.data.bfloat16().float()
+            return self._logprobs(policy, case, chosen)
+
+        draw_checks.check_stale(
+            np.concatenate([completion.logprobs for completion in case.completions[:chosen]]),
+            np.concatenate(case.logprobs[:chosen]),
+            {version: self._logprobs(self._policy(version), case, chosen) for version in reversed(versions)},
+            self.spec.verify,
+            rounded,
+        )
+
+    @torch.no_grad()
+    def _logprobs(self, policy: Policy, case: _Case, rollouts: int) -> Floats:
+        """Log-probabilities of the first ``rollouts`` completions under ``policy``, float32 [tokens]."""
+        sampling = self.spec.sampling
+        tokens = [completion.tokens for completion in case.completions[:rollouts]]
+        states = prefill(policy, case.prompts[:rollouts], [part.tolist() for part in tokens])
+        logprobs, _ = token_logprobs(
+            torch.cat(states),
+            policy.head_weight,
+            torch.from_numpy(np.concatenate(tokens)).to(self._device),
+            sampling.temperature,
+            policy.head_bias,
+            policy.softcap,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        values: Floats = logprobs.float().cpu().numpy()
+        return values
+
+    def _spared(self, case: _Case) -> Judged:
+        """What needs no model, for a submission that the audit policy spares the rest.
+
+        Its log-probabilities are claims; the learner's two-sided clipping bounds what a lie can do.
+        """
+        try:
+            hidden = self._hidden_size()
+            for number, completion in enumerate(case.completions):
+                toploc_checks.check_proofs(completion, number, hidden, self.spec.verify)
+            return self._accepted(case, checks.spared(case.tokens))
+        except CheckFailure as failure:
+            return _rejected(case.job, failure.verdict())
+        except Exception as error:
+            if _ours(error):
+                raise
+            log.exception("submission %s makes the verifier fail", case.job.submission_id.hex())
+            text = f"the verifier fails on this submission: {type(error).__name__}: {error}"
+            return _rejected(case.job, CheckFailure("verifier-error", 0, 1, "", text).verdict())
+
+    def _hidden_size(self) -> int:
+        """The model's width: the same for all versions."""
+        if not self._policies:
+            folders = sorted((self.folder / "checkpoints").glob("v[0-9]*"))
+            if not folders:
+                raise RunFolderError(f"there is no checkpoint in {self.folder}")
+            return self._policy(int(folders[-1].name[1:])).hidden_size
+        return next(iter(self._policies.values())).hidden_size
+
+    def _accepted(self, case: _Case, verdict: Verdict) -> Judged:
+        answers = [self._codec.decode(completion.tokens.tolist()) for completion in case.completions]
+        scores = self._scorer.score(self._environment, case.tasks, answers, case.job.lease.group_size)
         return Judged(
             submission_id=case.job.submission_id,
-            verdict=checks.accepted(case.tokens),
-            rewards=tuple(rewards),
+            verdict=verdict,
+            rewards=tuple(scores.rewards),
             tokens=case.tokens,
         )
 
@@ -345,4 +440,5 @@ class LocalVerifier:
         return self._judge.judge(jobs)
 
     async def close(self) -> None:
+        self._judge.close()
         await trio.lowlevel.checkpoint()

@@ -344,7 +344,7 @@ def test_quantised_weights_are_found(setup: WorkerSetup) -> None:
 def test_weights_of_the_version_before_are_found_though_toploc_is_blind_to_them(setup: WorkerSetup) -> None:
     lease = _lease(12, version=1)
     (result,) = Judge(setup).judge([_job(lease, _rollouts(_draw(setup, lease, version=0)))])
-    assert result.verdict.check in ("sampling-margin", "sampling-mean", "logprob-max", "logprob-mean")
+    assert result.verdict.check == "stale-weights"
 
 
 def test_an_easier_prompt_is_found(setup: WorkerSetup) -> None:
@@ -425,9 +425,9 @@ def test_forged_log_probabilities_are_found(setup: WorkerSetup) -> None:
         structs.replace(r, logprobs=(np.frombuffer(r.logprobs, "<f4") - np.float32(0.01)).tobytes())
         for r in rollouts
     ]
-    assert _check(setup, _job(lease, slightly)) == "logprob-mean"
+    assert _check(setup, _job(lease, slightly)) == "logprob-bias"
     one = np.frombuffer(rollouts[3].logprobs, "<f4").copy()
-    one[0] -= 1
+    one[0] -= 4
     rollouts[3] = structs.replace(rollouts[3], logprobs=one.tobytes())
     (result,) = Judge(setup).judge([_job(lease, rollouts)])
     assert (result.verdict.check, result.verdict.position) == ("logprob-max", "rollout 3 token 0")
@@ -483,24 +483,40 @@ def test_what_makes_the_verifier_itself_fail_costs_that_submission_alone(
 ) -> None:
     jobs = [_honest(setup, number) for number in (40, 41, 42)]
     judge = Judge(setup)
-    poison = build_environment(SPEC.environment).task(
-        task_seed(RUN_ID, jobs[1].lease.lease_id, NODE, 1), held_out=False
-    )
+    conclude = judge._conclude
+
+    def fragile(case: Any) -> Judged:
+        if case.job is jobs[1]:
+            raise ZeroDivisionError("a mistake of ours")
+        return conclude(case)
+
+    monkeypatch.setattr(judge, "_conclude", fragile)
+    results = judge.judge(jobs)
+    assert [result.verdict.check for result in results] == ["all", "verifier-error", "all"]
+    assert "a mistake of ours" in results[1].verdict.message
+
+
+def test_a_scorer_that_fails_costs_a_reward_and_no_verdict(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = _honest(setup, 43)
+    judge = Judge(setup)
     real = build_environment(SPEC.environment)
+    poison = real.task(task_seed(RUN_ID, job.lease.lease_id, NODE, 1), held_out=False)
 
     class Fragile:
         def task(self, seed: int, *, held_out: bool) -> Any:
             return real.task(seed, held_out=held_out)
 
         def score(self, task: Any, answer: str) -> float:
-            if task == poison:
-                raise ZeroDivisionError("an environment's own mistake")
-            return real.score(task, answer)
+            return 1 / 0 if task == poison else 1.0
 
     monkeypatch.setattr(judge, "_environment", Fragile())
-    results = judge.judge(jobs)
-    assert [result.verdict.check for result in results] == ["all", "verifier-error", "all"]
-    assert "an environment's own mistake" in results[1].verdict.message
+    (result,) = judge.judge([job])
+    assert result.verdict.accepted
+    assert result.rewards == (1.0,) * GROUP + (0.0,) * GROUP
+    assert poison.key in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_version_that_is_gone_is_nobodys_fault(setup: WorkerSetup) -> None:
