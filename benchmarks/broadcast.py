@@ -27,20 +27,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from barnraise.protocol.transfer_state import TransferConfig
-from barnraise.protocol.views import ViewConfig
 from benchmarks import hop, real, relaysim
-from benchmarks.flowsim import FlowSim
+from benchmarks.modelled import MEGABIT, SHARD, Result, broadcast
 
-MEGABIT = 1e6 / 8
-SHARD = 4 * 1024 * 1024
-ORIGIN_LINKS = 16
 MOST_RELAYED = 256  # nodes up to which the relay tree is computed: its model is slow
 TITLES = {
     "plain": "treecast",
@@ -51,113 +44,6 @@ TITLES = {
     "relay_dedicated": "HTTP relays, 8 servers of 1 Gb/s",
 }
 DEDICATED = 8  # relays that are machines of their own, with links like the origin's
-
-
-@dataclass
-class Result:
-    """One run. Times in virtual seconds, except ``wall_s``."""
-
-    nodes: int
-    mebibytes: int
-    seconds: float
-    lower_bound_s: float
-    ratio: float
-    first_done_s: float
-    origin_copies: float
-    wasted_fraction: float
-    control_fraction: float
-    duplicates_per_shard: float
-    timeouts: int
-    speedup_over_star: float
-    wall_s: float
-    done_s: list[float] = field(default_factory=list, repr=False)  # per node, sorted
-
-    def row(self) -> dict[str, float]:
-        """All but the times of single nodes."""
-        values = asdict(self)
-        del values["done_s"]
-        return values
-
-
-def broadcast(
-    nodes: int,
-    mebibytes: int,
-    *,
-    seed: int = 1,
-    up: float = 110.0,
-    mixed: bool = False,
-    copies: float | None = None,
-    churn: float = 0.0,
-    active: int = 8,
-    slots: int = 2,
-    order: int = 4,
-) -> Result:
-    """Broadcast one version to ``nodes`` nodes; ``churn`` of them crash half-way to the bound.
-
-    Raises:
-        RuntimeError: somebody was not done after 50 times the lower bound.
-    """
-    began = time.perf_counter()
-    sim = FlowSim(seed)
-    sim.count_bytes = True
-    origin_up, down = 1000 * MEGABIT, 500 * MEGABIT
-    origin = sim.add(
-        "origin",
-        [],
-        up=origin_up,
-        down=origin_up,
-        views=ViewConfig(active=ORIGIN_LINKS),
-        transfer=TransferConfig(slots=ORIGIN_LINKS, max_slots=ORIGIN_LINKS, copies=copies, order=order),
-    )
-    links = random.Random(seed)
-    uploads = []
-    for index in range(nodes):
-        upload = (links.choice((10.0, 20.0, 50.0, 110.0, 250.0)) if mixed else up) * MEGABIT
-        uploads.append(upload)
-        sim.add(
-            f"node{index}",
-            ["origin"],
-            up=upload,
-            down=down,
-            views=ViewConfig(active=active),
-            transfer=TransferConfig(slots=slots, order=order),
-        )
-        sim.run(sim.now + 0.1)
-    sim.run(sim.now + 60)
-
-    total = mebibytes * 1024 * 1024
-    sizes = [SHARD] * (total // SHARD)
-    bound = max(total / origin_up, total / down, nodes * total / (origin_up + sum(uploads)))
-    start, control = sim.now, sim.control_bytes
-    sim.publish("origin", 1, sizes)
-    if churn:
-        sim.run(start + bound / 2)
-        for name in sim.rng.sample(sorted(set(sim.hosts) - {"origin"}), round(nodes * churn)):
-            sim.crash(name)
-    while any(1 not in host.done for host in sim.hosts.values()):
-        if sim.now > start + 50 * bound:
-            raise RuntimeError(f"{nodes} nodes: not everybody was done after 50 times the lower bound")
-        sim.run(sim.now + 1)
-
-    hosts = [host for host in sim.hosts.values() if host is not origin]
-    done = [host.done[1] - start for host in hosts]
-    stats = [host.core.transfer.stats for host in hosts]
-    return Result(
-        nodes=nodes,
-        mebibytes=mebibytes,
-        seconds=round(max(done), 3),
-        lower_bound_s=round(bound, 3),
-        ratio=round(max(done) / bound, 4),
-        first_done_s=round(min(done), 3),
-        origin_copies=round(origin.bytes_out / total, 3),
-        wasted_fraction=round(sum(host.wasted for host in hosts) / (total * nodes), 5),
-        control_fraction=round((sim.control_bytes - control) / (total * nodes), 6),
-        duplicates_per_shard=round(sum(one.duplicates for one in stats) / (len(sizes) * nodes), 4),
-        timeouts=sum(one.timeouts for one in stats),
-        speedup_over_star=round(max(nodes * total / origin_up, total / down) / max(done), 3),
-        wall_s=round(time.perf_counter() - began, 2),
-        done_s=sorted(done),
-    )
 
 
 @dataclass
@@ -244,11 +130,11 @@ def draw(path: str, runs: dict[str, Result], schemes: list[Scheme], grown: list[
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Run, print a table, or one JSON object."""
     for name, module in (("real", real), ("hop", hop)):
-        if sys.argv[1:2] == [name]:
-            module.main(sys.argv[2:])
+        if arguments[:1] == [name]:
+            module.main(arguments[1:])
             return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
@@ -259,7 +145,7 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=16384, help="MiB of one further run; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", metavar="FILE", action="append", help="also draw the runs (.png or .svg)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     nodes, size, seed = options.nodes, options.mebibytes, options.seed
     counts = [int(text) for text in options.growth.split(",") if text]
     large = options.large
@@ -327,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -12,6 +12,8 @@ relay     likewise by way of relays, which are nodes themselves (nobody else's l
           many as suit these links best: five of eight with the default rates
 
 A scheme's time ends when the last live node has the last shard verified and on its disk.
+``model_s`` is what the model of ``benchmarks.flowsim`` says of the same links, less the
+headers of packets.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from barnraise.coordinator.origin import SLOTS
+from barnraise.protocol.views import ViewConfig
+from benchmarks import relaysim
+from benchmarks.modelled import broadcast as modelled_broadcast
 from benchmarks.netns import QUEUE_MS, Lab, Shape, open_lab
 from benchmarks.relaysim import best_relays
 
@@ -39,6 +45,7 @@ MEGABIT = 1e6 / 8
 SCHEMES = ("treecast", "capped", "churn", "star", "relay")
 ROOT = Path(__file__).resolve().parent.parent
 PORT = 8080
+PAYLOAD = 1448 / 1514  # of a full packet: Ethernet, IP and TCP take the rest of what the links carry
 
 
 class Plan(NamedTuple):
@@ -230,6 +237,29 @@ def _http(scheme: str, plan: Plan, seed: int, lab: Lab, folder: Path) -> dict[st
     return {**_row(plan, began, [one["at"] for one in done], cpu), "relays": len(relays)}
 
 
+def modelled(scheme: str, plan: Plan) -> float:
+    """Seconds that the flow model takes for ``scheme``."""
+    up, down, origin = (PAYLOAD * rate for rate in (plan.up, plan.down, plan.origin))
+    if scheme in ("star", "relay"):
+        relays = best_relays(plan.nodes, up, origin) if scheme == "relay" else 0
+        sizes = [plan.shard] * (plan.mebibytes * MIB // plan.shard)
+        links = [up * MEGABIT] * plan.nodes
+        return relaysim.broadcast(links, down * MEGABIT, origin * MEGABIT, sizes, relays=relays)[-1]
+    return modelled_broadcast(
+        plan.nodes,
+        plan.mebibytes,
+        up=up,
+        down=down,
+        origin=origin,
+        shard=plan.shard,
+        active=ViewConfig().active,
+        origin_active=ViewConfig().active,
+        origin_slots=SLOTS,
+        copies=1.5 if scheme == "capped" else None,
+        churn=0.25 if scheme == "churn" else 0.0,
+    ).seconds
+
+
 def _row(plan: Plan, began: float, done: list[float], cpu: float) -> dict[str, Any]:
     times = sorted(at - began for at in done)
     return {
@@ -246,10 +276,10 @@ def measure(plan: Plan, schemes: list[str], seed: int, tell: Callable[[str], Non
     """The schemes one after the other; the report's top-level keys are treecast's."""
     rows: dict[str, Any] = {}
     for scheme in schemes:
-        rows[scheme] = row = run(scheme, plan, seed)
+        rows[scheme] = row = {**run(scheme, plan, seed), "model_s": round(modelled(scheme, plan), 2)}
         tell(
             f"{scheme:>9}: {row['seconds']:.1f} s, {row['ratio_to_lower_bound']:.3f} x the bound of "
-            f"{row['bound_s']:.1f} s, {row['processors_used']:.2f} processors in use"
+            f"{row['bound_s']:.1f} s (model: {row['model_s']:.1f} s), {row['processors_used']:.2f} processors"
         )
     report: dict[str, Any] = {"bound_s": round(plan.bound_s(), 2)}
     names = {"treecast": "ratio_to_lower_bound", "capped": "ratio_capped", "churn": "ratio_with_churn"}

@@ -33,7 +33,8 @@ class Uplink:
         """Take other settings."""
         self._config = config
         measured = max(1, round(self.rate / config.slot_rate)) if self.rate else config.slots
-        self.slots = min(measured, config.max_slots)
+        # Where receivers are what is slow, fewer transfers carry less, and would measure as still less.
+        self.slots = min(max(measured, config.slots // 2), config.max_slots)
 
     def patience(self, size: int) -> float:
         """Seconds after which a transfer of ``size`` bytes counts as held up by its receiver."""
