@@ -33,7 +33,7 @@ class LearnBelt:
     """Forms batches and has them trained on; see ``run``.
 
     ``serial``: form no batch while a version is being published. Only good for
-    measuring what the overlap is worth (``benchmarks.publishing``).
+    measuring what the overlap is worth (``python -m benchmarks.publishing``).
     """
 
     core: Core

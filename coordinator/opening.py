@@ -14,13 +14,15 @@ from barnraise.protocol.messages import Message, Signed
 from barnraise.protocol.opening import FIRST_SHARDS, OpenedFile, Opening
 from barnraise.protocol.store import DiskStore
 
+LEAST_BYTES = 32 * 1024 * 1024  # hashed within a quarter of a second
 Tell = Callable[[Signed, Opening], None]
 
 
 class OpeningWriter:
     """Give ``put`` to ``build_manifest``; openings come out at ``tell``, in the thread that hashes.
 
-    A version of fewer than twice ``FIRST_SHARDS`` is not opened: its manifest comes as soon.
+    A version below ``least_bytes``, or of fewer than twice ``FIRST_SHARDS``, is not
+    opened: its manifest comes as soon.
 
     Raises:
         OSError: a file cannot be found.
@@ -37,6 +39,7 @@ class OpeningWriter:
         store: DiskStore,
         sign: Callable[[Message], Signed],
         tell: Tell,
+        least_bytes: int = LEAST_BYTES,
     ) -> None:
         sizes = {name: path.stat().st_size for name, path in sorted(files.items())}
         self._fixed = Opening(
@@ -56,7 +59,8 @@ class OpeningWriter:
         self._digests: list[bytes] = []
         self._served = 0
         self._store, self._sign, self._tell = store, sign, tell
-        self._next = FIRST_SHARDS if len(self._places) >= 2 * FIRST_SHARDS else len(self._places) + 1
+        worth_it = len(self._places) >= 2 * FIRST_SHARDS and sum(sizes.values()) >= least_bytes
+        self._next = FIRST_SHARDS if worth_it else -1
 
     def put(self, digest: bytes, data: bytes) -> None:
         """The next shard, in order of file name and offset, has this digest."""

@@ -45,7 +45,8 @@ MOST_KEPT = 8  # versions beyond max_lag that open leases may keep from being de
 class PublishBelt:
     """Publishes what the learner made, in order; see ``run``.
 
-    ``learner``: to have a checkpoint that was lost made again.
+    ``learner``: to have a checkpoint that was lost made again. ``opens``: whether shards
+    leave before the last is hashed (without, only to measure the difference).
     """
 
     core: Core
@@ -58,6 +59,7 @@ class PublishBelt:
     shard_size: int
     mirrors: tuple[str, ...] = ()
     origin: Origin | None = None
+    opens: bool = True
 
     async def run(self) -> None:
         """Publish until the run is complete. Call ``serve_head`` first."""
@@ -105,7 +107,8 @@ class PublishBelt:
         await core.record([])  # that it was trained is durable before anything is signed
         await self._present(due)
         now = core.now_ms()
-        tell = None if self.origin is None else partial(self._opened, trio.lowlevel.current_trio_token())
+        opens = self.opens and self.origin is not None
+        tell = partial(self._opened, trio.lowlevel.current_trio_token()) if opens else None
         signed, manifest = await core.offload(
             lambda: publisher.publish(
                 self.run_folder,

@@ -178,7 +178,7 @@ class Publication:
         self.puts: list[tuple[bytes, bytes]] = []
         at = how.get("attempt", 0)
         self.writer = OpeningWriter(
-            RUN, version, self.files, SHARD, at, how.get("bases", ()), host.store, self._sign, self._tell
+            RUN, version, self.files, SHARD, at, how.get("bases", ()), host.store, self._sign, self._tell, 0
         )
         self.manifest = build_manifest(
             RUN, version, self.files, SHARD, at, lambda digest, data: self.puts.append((digest, data))
@@ -231,6 +231,7 @@ def test_openings_are_few_and_grow(tmp_path: Path) -> None:
         *(RUN, 1, files, 1024, 7, (0,), store),
         lambda message: sign(message, OPERATOR),
         lambda signed, one: made.append(check_opening(signed, SPEC, RUN)),
+        least_bytes=0,
     )
     manifest = build_manifest(RUN, 1, files, 1024, 7, writer.put)
     writer.finish()
@@ -250,6 +251,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_opened_further(tmp_path: 
         *(RUN, 1, files, 1024, 7, (0,), DiskStore(tmp_path / "store")),
         lambda message: sign(message, OPERATOR),
         lambda signed, one: made.append(one),
+        least_bytes=0,
     )
     (tmp_path / "model.safetensors").write_bytes(bytes(64 * 1024 + 5))
     build_manifest(RUN, 1, files, 1024, 7, writer.put)
