@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
+from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.presets import demo
@@ -50,7 +51,7 @@ from barnraise.protocol.messages import (
     Verdict,
 )
 from barnraise.protocol.session import Session
-from barnraise.protocol.spec import RolloutSpec, VerifySpec
+from barnraise.protocol.spec import Noise, RolloutSpec, VerifySpec
 
 R = TypeVar("R", bound=Message)
 
@@ -61,10 +62,10 @@ VERIFY = VerifySpec(
     max_mantissa_mean=4.0,
     max_mantissa_median=3.0,
     eos_min_probability=0.0,
-    sampling_margin=0.5,
-    sampling_mean=0.1,
-    logprob_mean=0.1,
-    logprob_max=0.5,
+    false_alarm=1e-7,
+    draws=Noise(mean=0.1, variance=0.01, scale=0.1),
+    logprobs=Noise(mean=0.1, variance=0.02, scale=0.1),
+    bias=0.1,
 )
 ROLLOUT = RolloutSpec(
     prompts_per_unit=2,
@@ -137,10 +138,10 @@ class FakeVerifier:
 
     def _judge(self, job: VerifyJob) -> Judged:
         work = wire.decode(job.payload, RolloutSubmission)
-        good = work.engine.startswith("good")
+        good = work.engine.startswith("good") or not job.model_check
         verdict = Verdict(
             accepted=good,
-            check="all" if good else "toploc",
+            check=("all" if job.model_check else "unaudited") if good else "toploc",
             threshold=10.0,
             value=1.0 if good else 99.0,
             position="" if good else "rollout 0 chunk 0",
@@ -235,6 +236,7 @@ async def coordinating(
     learner: FakeLearner | None = None,
     seed: int = 0,
     mirrors: tuple[str, ...] = (),
+    pressure: Pressure | None = None,
 ) -> AsyncIterator[Coordinator]:
     """Run the coordinator of ``folder`` in memory for the length of the block."""
     verifier = verifier or FakeVerifier()
@@ -255,6 +257,7 @@ async def coordinating(
                 control=False,
                 shard_size=4096,
                 mirrors=mirrors,
+                pressure=pressure,
             )
             state = await nursery.start(serve)
             yield Coordinator(run, verifier, learner, network, state, lines, nursery.cancel_scope)
