@@ -20,7 +20,7 @@ from barnraise.coordinator.opening import OpeningWriter, Tell
 from barnraise.coordinator.patching import Previous, expected_bases, offer_patches, patch_places
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
-from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards
+from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards, fitting_shard_size
 from barnraise.protocol.messages import MAX_SHARD, Manifest, Message, Signed
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
@@ -56,7 +56,8 @@ def publish(
 
     With ``previous``, the version before, patches from it are made and offered too.
     ``tell`` is told of openings while files are hashed (``barnraise.coordinator.opening``).
-    ``mirrors`` are named in the manifest (``barnraise.protocol.mirrors``).
+    ``shard_size`` is the largest: a small version is cut finer. ``mirrors`` are named in
+    the manifest (``barnraise.protocol.mirrors``).
 
     Raises:
         RunFolderError: a file of the checkpoint is missing, or an asset is not the one that the spec pins.
@@ -64,6 +65,8 @@ def publish(
     """
     files = version_files(run_folder, spec, version, weights)
     try:
+        total = sum(path.stat().st_size for path in files.values())
+        shard_size = min(shard_size, fitting_shard_size(total))
         for name, digest in spec.model.assets.items():
             if hashlib.sha256(files[name].read_bytes()).digest() != digest:
                 raise RunFolderError(

@@ -26,6 +26,8 @@ from barnraise.protocol.spec import RunSpec
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+LEAST_SHARD = 256 * 1024  # what is chosen; a manifest may have smaller ones
+_SHARDS_WANTED = 256
 MAX_SHARDS = 100_000  # 34 encoded bytes each: what fits, with room to spare, in a 4 MiB frame
 ASSET_ALLOWANCE = 256 * 1024 * 1024  # bytes for tokenizer, configs and file headers together
 
@@ -39,6 +41,19 @@ def cut(path: Path, shard_size: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(shard_size):
             yield piece
+
+
+def fitting_shard_size(total: int) -> int:
+    """Bytes of a shard for a version of ``total`` bytes: 128 to 256 of them, each 256 KiB to 4 MiB.
+
+    A tree needs many shards to have all nodes upload at once; a patch is some hundredth
+    of its version and is to consist of several, too. Below 256 KiB a shard is over
+    within a round trip of a home link.
+    """
+    size = MAX_SHARD
+    while size > LEAST_SHARD and total <= size // 2 * _SHARDS_WANTED:
+        size //= 2
+    return size
 
 
 def build_manifest(

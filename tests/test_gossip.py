@@ -345,6 +345,21 @@ async def test_a_capped_origin_sends_one_copy_and_a_half_and_the_nodes_do_the_re
         assert origin.asked == 0
 
 
+async def test_a_version_of_one_shard_leaves_a_capped_origin_twice_and_spreads_from_there(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    capped = TransferConfig(slots=8, max_slots=8, copies=1.5, versions=8)
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=5000 * KIB, transfer=capped)
+        for number in range(8):
+            await field.add(f"n{number}", up=1000 * KIB)
+        await trio.sleep(20)
+        origin.publish(1, 200 * KIB, 256 * KIB)
+        assert await field.until_done(1, limit=60) < 5
+        assert origin.uploaded(1) < 2.2 * 200 * KIB
+        assert origin.asked == 0
+
+
 async def test_hosts_that_come_crash_and_leave_throughout_cost_the_rest_nothing(
     tmp_path: Path, autojump_clock: Clock
 ) -> None:

@@ -20,6 +20,7 @@ from barnraise.protocol.manifest import (
     build_manifest,
     check_manifest,
     check_shard,
+    fitting_shard_size,
     folder_matches,
     largest_version,
     manifest_bytes,
@@ -310,3 +311,11 @@ def test_unchanged_files_share_their_shards_across_versions(tmp_path: Path) -> N
     second, _ = publish(tmp_path / "b", {"tokenizer.json": b"t" * 3000, "model.safetensors": b"2" * 3000})
     assert first.files[1].shards == second.files[1].shards
     assert first.files[0].shards != second.files[0].shards
+
+
+def test_small_versions_are_cut_finer_so_that_a_tree_has_something_to_share() -> None:
+    mib = 1024 * 1024
+    sizes = {total: fitting_shard_size(total) for total in (0, 3 * mib, 64 * mib, 270 * 10**6, 2**30, 2**34)}
+    assert list(sizes.values()) == [mib // 4, mib // 4, mib // 4, 2 * mib, 4 * mib, 4 * mib]
+    for total in range(64 * mib + 1, 2**30, 37 * mib):
+        assert 128 <= total / fitting_shard_size(total) <= 256
