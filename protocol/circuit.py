@@ -27,6 +27,7 @@ from barnraise.protocol.libp2p_stream import Libp2pStream
 from barnraise.protocol.network import Stream
 from barnraise.protocol.relay_wire import (
     DCUTR_PROTOCOL,
+    FAILED,
     HOP_PROTOCOL,
     OK,
     REASONS,
@@ -53,6 +54,10 @@ MAX_ROUND_TRIP_S = 4.0
 BULK_LEAST = 16 * 1024 * 1024  # bytes: a relay that lends less is for arranging punches
 MAX_CALLS = 8  # circuits that others open to us at a time
 CALLS_PER_MINUTE = 30
+
+
+class _NotTakenError(PeerError):
+    """The relay offered a circuit to the other side, which did not take it."""
 
 
 class Circuits:
@@ -169,7 +174,7 @@ class Circuits:
         self._dialling[peer] = relay
         try:
             await self._dial(relay, peer, request)
-        except PeerError:
+        except _NotTakenError:
             with trio.move_on_after(CROSSED_S):  # it may be calling us at this very moment
                 while not self._network.connected(peer):
                     await trio.sleep(0.05)
@@ -259,7 +264,7 @@ class Circuits:
             raise
         if reply.type != HopMessage.STATUS or reply.status != OK:
             await stream.reset()
-            raise PeerError(
+            raise (_NotTakenError if reply.status == FAILED else PeerError)(
                 f"the relay {relay} refuses: {REASONS.get(reply.status, f'status {reply.status}')}"
             )
         return stream, reply
