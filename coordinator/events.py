@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from barnraise.coordinator.block_events import BlockEvent
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.messages import RolloutLease, Verdict
 
@@ -229,6 +230,7 @@ Event = (
     | VersionTrained
     | VersionPublished
     | AuditEvent
+    | BlockEvent
 )
 
 

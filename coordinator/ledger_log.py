@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import assert_never
 
+from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
 from barnraise.coordinator.events import (
     AppealDecided,
     AppealFiled,
@@ -68,6 +69,32 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
                 prompts=terms.prompts,
                 group_size=terms.group_size,
             )
+        case BlockLeased():
+            block = event.lease
+            return ledger.BlockLeased(
+                at_ms=event.at_ms,
+                lease_id=block.lease_id,
+                unit_id=block.unit_id,
+                node=block.node,
+                policy_version=block.policy_version,
+                block=block.block,
+                slot=block.slot,
+            )
+        case BlockSubmitted():
+            hold = state.blocks.leases.get(event.lease_id)
+            if hold is None:
+                raise EventError(f"block lease {event.lease_id.hex()} is not open")
+            return ledger.Submitted(
+                at_ms=event.at_ms,
+                lease_id=event.lease_id,
+                submission_id=event.submission_id,
+                node=hold.terms.node,
+            )
+        case BlockJudged():
+            work = state.blocks.work.get(event.submission_id)
+            if work is None:
+                raise EventError(f"submission {event.submission_id.hex()} is not known")
+            return _judged(event, work.lease.lease_id, work.lease.node)
         case LeaseClosed():
             return ledger.LeaseClosed(at_ms=event.at_ms, lease_id=event.lease_id, reason=event.reason)
         case Submitted():
@@ -84,16 +111,7 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             submission = state.submissions.get(event.submission_id)
             if submission is None:
                 raise EventError(f"submission {event.submission_id.hex()} is not known")
-            return ledger.Judged(
-                at_ms=event.at_ms,
-                lease_id=submission.lease.lease_id,
-                submission_id=event.submission_id,
-                node=submission.lease.node,
-                accepted=event.verdict.accepted,
-                check=event.verdict.check,
-                credit=event.credit,
-                evidence=ledger.evidence_of(event.verdict),
-            )
+            return _judged(event, submission.lease.lease_id, submission.lease.node)
         case VersionPublished():
             return ledger.VersionPublished(at_ms=event.at_ms, version=event.version, manifest=event.manifest)
         case AuditCommitted():
@@ -112,10 +130,23 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             return ledger.BanLifted(at_ms=event.at_ms, node=event.node, reason=event.reason)
         case OffenceNoted():
             return None
-        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained():
+        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained() | RoundFormed():
             return None
         case _:
             assert_never(event)
+
+
+def _judged(event: SubmissionJudged | BlockJudged, lease_id: bytes, node: bytes) -> ledger.Judged:
+    return ledger.Judged(
+        at_ms=event.at_ms,
+        lease_id=lease_id,
+        submission_id=event.submission_id,
+        node=node,
+        accepted=event.verdict.accepted,
+        check=event.verdict.check,
+        credit=event.credit,
+        evidence=ledger.evidence_of(event.verdict),
+    )
 
 
 def _moved(state: State, event: CreditClawedBack | CreditRestored) -> ledger.LedgerEntry:
@@ -161,7 +192,7 @@ def moved_verdict(event: CreditClawedBack | CreditRestored, credit: int) -> Verd
 
 def receipt_of(run_id: bytes, event: Event, entry: ledger.LedgerEntry, index: int) -> Receipt | None:
     """What a node is told, signed, of its submission: for verdicts, reviews, and credit moved."""
-    if isinstance(event, SubmissionJudged | AppealDecided):
+    if isinstance(event, SubmissionJudged | BlockJudged | AppealDecided):
         assert isinstance(entry, ledger.Judged | ledger.Reviewed)
         verdict, credit = event.verdict, event.credit
     elif isinstance(event, CreditClawedBack | CreditRestored):

@@ -7,6 +7,7 @@ whose work was rejected should get geometrically less (R19).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -66,7 +67,7 @@ def decide_lease(
     if node.quiet_until > now_ms:
         pause = node.quiet_until - now_ms
         return Wait(
-            f"{_why_quiet(node)}: the next lease comes in {pause / 1000:.0f} s", min(pause, MAX_RETRY_MS)
+            f"{why_quiet(node)}: the next lease comes in {pause / 1000:.0f} s", min(pause, MAX_RETRY_MS)
         )
     release: list[bytes] = []
     mine: list[bytes] = []
@@ -98,7 +99,8 @@ def decide_lease(
     )
 
 
-def _why_quiet(node: Node) -> str:
+def why_quiet(node: Node) -> str:
+    """Why a node must wait, in words."""
     if node.strikes == 0:
         return f"{node.unfinished} leases were not answered (given back or expired)"
     last = node.last_verdict.check if node.last_verdict is not None else "a check"
@@ -225,11 +227,13 @@ def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | Su
     )
 
 
-def expired(state: State, now_ms: int) -> list[Event]:
-    """Timeouts and deadlines that have passed, as events."""
+def expired(
+    state: State, now_ms: int, spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False
+) -> list[Event]:
+    """Timeouts and deadlines that have passed, as events; ``spared`` leases outlive their deadline."""
     events: list[Event] = []
     for lease_id, lease in state.leases.items():
-        if lease.terms.deadline_at <= now_ms:
+        if lease.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
         elif lease.terms.timeout_at <= now_ms and not lease.timed_out:
             events.append(LeaseTimedOut(lease_id=lease_id, at_ms=now_ms))

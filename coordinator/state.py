@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from barnraise.coordinator import block_fold
 from barnraise.coordinator.audit_fold import (
     MAX_STRIKES,
     apply_audit,
@@ -21,6 +22,8 @@ from barnraise.coordinator.audit_fold import (
     note_verdict,
     strike_pause_ms,
 )
+from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
+from barnraise.coordinator.block_fold import Blocks, apply_blocks
 from barnraise.coordinator.events import (
     BatchFormed,
     Event,
@@ -175,6 +178,7 @@ class State:
     epochs: dict[int, int] = field(default_factory=dict)  # secret seeds -> submissions waiting under them
     epoch_head: int = -1  # the head when the newest was committed to
     appeals: dict[bytes, None] = field(default_factory=dict)  # open, oldest first
+    blocks: Blocks = field(default_factory=Blocks)
 
     @property
     def made(self) -> int:
@@ -203,6 +207,10 @@ def apply(state: State, event: Event) -> None:
             _node_joined(state, event)
         case LeaseIssued():
             _lease_issued(state, event)
+        case LeaseTimedOut() if event.lease_id in state.blocks.leases:
+            block_fold.timed_out(state.blocks, event)
+        case LeaseClosed() if event.lease_id in state.blocks.leases:
+            block_fold.closed(state, event)
         case LeaseTimedOut():
             lease = _open_lease(state, event.lease_id)
             _require(not lease.timed_out, "lease timed out already")
@@ -230,6 +238,8 @@ def apply(state: State, event: Event) -> None:
             _trained(state, event)
         case VersionPublished():
             _published(state, event)
+        case BlockLeased() | BlockSubmitted() | BlockJudged() | RoundFormed():
+            apply_blocks(state, event)
         case _:
             apply_audit(state, event)
             if isinstance(event, NodeBanned):
@@ -376,7 +386,8 @@ def _trained(state: State, event: VersionTrained) -> None:
     _require(bool(state.run_id), "the run is not open")
     _require(state.unpublished is None, "version trained before the one before it was published")
     _require(event.version == state.head + 1, "version trained out of order")
-    _require(event.version == 0 or state.batch is not None, "version trained without its batch")
+    made_of = state.batch is not None or state.blocks.round is not None
+    _require(event.version == 0 or made_of, "version trained without its batch")
     state.unpublished = Unpublished(event, state.batch)  # its work is kept: it can be done again
     state.batch = None
     _drop_stale(state)
@@ -404,6 +415,7 @@ def _published(state: State, event: VersionPublished) -> None:
             event.at_ms,
         )
     )
+    block_fold.published(state, event.at_ms)
     _drop_stale(state)
     _forget(state, state.head - state.max_lag - REMEMBERED_VERSIONS)
 

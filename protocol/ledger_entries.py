@@ -55,6 +55,17 @@ class LeaseIssued(_Entry, frozen=True):
     group_size: Annotated[int, Meta(ge=1, le=4096)]
 
 
+class BlockLeased(_Entry, frozen=True):
+    """A block unit was lent: place ``slot`` of the round that starts from ``policy_version``."""
+
+    lease_id: Nonce
+    unit_id: Count
+    node: PublicKey
+    policy_version: Version
+    block: Count
+    slot: Count
+
+
 class LeaseClosed(_Entry, frozen=True):
     """A lease ended without a submission."""
 
@@ -167,6 +178,7 @@ LedgerEntry = (
     RunCreated
     | NodeJoined
     | LeaseIssued
+    | BlockLeased
     | LeaseClosed
     | Submitted
     | Judged
@@ -200,6 +212,15 @@ def decode_entry(data: bytes) -> LedgerEntry:
 def evidence_of(verdict: Verdict) -> bytes:
     """Return what ``Judged.evidence`` must be for ``verdict``."""
     return hashlib.sha256(wire.encode(verdict)).digest()
+
+
+def credit_for_block(parameters: int, tokens: int) -> int:
+    """Credit of ``tokens`` verified training tokens: 6 x parameters x tokens / 1e6, rounded down.
+
+    ``parameters`` is what a full step on them would cost the same: trained ones count whole,
+    frozen ones above the block 4/6, below it 2/6 (forward and activation gradients).
+    """
+    return 6 * parameters * tokens // 1_000_000
 
 
 def credit_for(parameters: int, tokens: int) -> int:

@@ -18,6 +18,7 @@ from barnraise.protocol.ledger_entries import (
     AuditCommitted,
     AuditRevealed,
     BanLifted,
+    BlockLeased,
     ClawedBack,
     Judged,
     LeaseClosed,
@@ -31,6 +32,7 @@ from barnraise.protocol.ledger_entries import (
     Submitted,
     VersionPublished,
     credit_for,
+    credit_for_block,
 )
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.standing import (
@@ -63,7 +65,7 @@ class LedgerError(BarnraiseError):
 @dataclass(slots=True)
 class _Lease:
     node: bytes
-    rollouts: int
+    rollouts: int  # 0: a block unit
     submission: bytes | None = None
     closed: bool = False
     judged: bool = False
@@ -74,6 +76,16 @@ class _Lease:
     voided: Unproven | None = None
     voided_by: bytes = b""
     appeal: str = ""  # "", "open", "overturned", "upheld"
+
+
+def _most_credit(spec: RunSpec, rollouts: int) -> int:
+    """What a lease can earn at most: every completion full length, or every parameter trained."""
+    if rollouts:
+        return credit_for(spec.model.parameters, rollouts * spec.sampling.max_new_tokens)
+    if spec.pretrain is None:
+        return 0
+    unit = spec.pretrain.steps * spec.pretrain.recipe.batch * spec.pretrain.sequence
+    return credit_for_block(spec.model.parameters, unit)
 
 
 @dataclass(slots=True)
@@ -120,7 +132,9 @@ class LedgerFold:
                 self.balances.setdefault(entry.node, 0)
                 self._records.setdefault(entry.node, AuditRecord())
             case LeaseIssued():
-                self._lease(index, entry)
+                self._lease(index, entry, entry.prompts * entry.group_size)
+            case BlockLeased():
+                self._lease(index, entry, 0)
             case LeaseClosed():
                 lease = self._known(index, entry.lease_id)
                 if lease.closed or lease.submission is not None:
@@ -170,7 +184,7 @@ class LedgerFold:
         """How many were spared under a seed that is still secret: their draws cannot be checked yet."""
         return sum(len(epoch.spared) for epoch in self._epochs.values())
 
-    def _lease(self, index: int, entry: LeaseIssued) -> None:
+    def _lease(self, index: int, entry: LeaseIssued | BlockLeased, rollouts: int) -> None:
         if entry.lease_id in self._leases:
             raise LedgerError(index, "lease-once", "a lease of this id was issued before")
         if entry.node not in self.balances:
@@ -179,7 +193,7 @@ class LedgerFold:
             raise LedgerError(
                 index, "version-published", f"policy version {entry.policy_version} was not published before"
             )
-        self._leases[entry.lease_id] = _Lease(entry.node, entry.prompts * entry.group_size)
+        self._leases[entry.lease_id] = _Lease(entry.node, rollouts)
 
     def _known(self, index: int, lease_id: bytes) -> _Lease:
         lease = self._leases.get(lease_id)
@@ -222,7 +236,7 @@ class LedgerFold:
         if entry.credit and not entry.accepted:
             raise LedgerError(index, "credit-on-accepted", "a rejected submission has earned credit")
         if self.spec is not None:
-            most = credit_for(self.spec.model.parameters, lease.rollouts * self.spec.sampling.max_new_tokens)
+            most = _most_credit(self.spec, lease.rollouts)
             if entry.credit > most:
                 raise LedgerError(
                     index, "credit-bounded", f"credit {entry.credit} exceeds the lease's possible {most}"
@@ -237,7 +251,11 @@ class LedgerFold:
         if record.owed:
             raise LedgerError(index, "claw-back-first", "credit is owed since this node's last failed audit")
         if entry.check == UNAUDITED:
+            if not lease.rollouts:
+                raise LedgerError(index, "blocks-audited", "a block unit is never accepted unaudited")
             self._spare(index, entry, lease, record)
+        elif not lease.rollouts:
+            pass  # block units are all audited: they neither clear nor void spared rollouts
         elif entry.accepted:
             record.passed(lease.number)
         elif entry.check != UNVERIFIABLE:

@@ -79,6 +79,9 @@ def line(fields: dict[str, Any], names: dict[str, str]) -> str:
     elif kind == "LeaseIssued":
         work = f"{fields['prompts']} x {fields['group_size']} at version {fields['policy_version']}"
         what, text = "lent", f"{who}, {lease}, {work}"
+    elif kind == "BlockLeased":
+        work = f"block {fields['block']} place {fields['slot']} at version {fields['policy_version']}"
+        what, text = "lent", f"{who}, {lease}, {work}"
     elif kind == "LeaseClosed":
         what, text = fields["reason"], lease
     elif kind == "Submitted":
