@@ -1,0 +1,418 @@
+"""The training jobs behind ``benchmarks.mot``: each runs in a process of its own with one thread.
+
+A job takes plain values and paths and leaves a file of tensors, so that jobs can be dealt out
+to processes; what it reports is measured in that process. Floating-point operations count
+matrix products only, forward 2, activation gradient 2, weight gradient 2 per parameter and
+token: a frozen layer above the trained block costs 4, one below it 2 (arXiv 2608.13277,
+section 3), and the output head likewise. Attention scores are left out, for all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Qwen3Config
+
+from barnraise.coordinator.corpus_files import open_corpus, read_tokens, shard_path
+from barnraise.kernels.block_training import BlockTrainer, Recipe, start_state
+from barnraise.kernels.deltas import DeltaFormat, decode_delta, difference, encode_delta
+from barnraise.kernels.joint_training import JointSchedule, JointTrainer, evaluate
+from barnraise.kernels.models import build_model
+from barnraise.kernels.mot import (
+    Cut,
+    Init,
+    Scaffold,
+    Tensors,
+    first_block,
+    join_model,
+    layer_count,
+    make_cut,
+    recombine,
+    scaffold_config,
+    split_model,
+)
+from barnraise.kernels.mot_diagnostics import seams
+from barnraise.kernels.outer import outer_step, trimmed_mean
+from barnraise.protocol.corpus import Corpus, sequences
+
+
+@dataclass(frozen=True)
+class World:
+    """What every job of a run has in common."""
+
+    corpus: Path
+    folder: Path
+    layers: int = 8
+    width: int = 128
+    heads: int = 4
+    feed_forward: int = 384
+    sequence: int = 128
+    batch: int = 8
+    rate: float = 2e-3
+    block_rate: float = 2e-3
+    held_out: int = 64  # sequences
+
+    def config(self) -> Any:
+        """The target's config."""
+        return Qwen3Config(
+            vocab_size=corpus_of(self.corpus).vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads // 2,
+            head_dim=self.width // self.heads,
+            max_position_embeddings=self.sequence,
+            tie_word_embeddings=False,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step trains on."""
+        return self.batch * (self.sequence - 1)
+
+
+@dataclass
+class Done:
+    """What a job made and what it cost."""
+
+    path: Path
+    loss: float  # held-out, nats per token
+    seconds: float
+    train_flops: float
+    tokens: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=2)
+def corpus_of(folder: Path) -> Corpus:
+    """The corpus, opened once per process."""
+    return open_corpus(folder)
+
+
+@lru_cache(maxsize=4096)
+def _shard(folder: Path, digest: bytes) -> np.ndarray[Any, Any]:
+    return read_tokens(corpus_of(folder), shard_path(folder, digest).read_bytes())
+
+
+def batches(world: World, seed: int, stream: tuple[int, int], start: int, steps: int) -> list[Tensor]:
+    """Steps ``start`` to ``start + steps`` of a stream: int64 [batch, sequence] each."""
+    corpus = corpus_of(world.corpus)
+    run = hashlib.sha256(f"mot {seed}".encode()).digest()
+    places = sequences(corpus, world.sequence, run, *stream, start * world.batch, steps * world.batch)
+    rows = [
+        torch.from_numpy(_shard(world.corpus, corpus.train[shard])[first : first + world.sequence].copy())
+        for shard, first in places
+    ]
+    return [torch.stack(rows[i : i + world.batch]) for i in range(0, len(rows), world.batch)]
+
+
+def held_out(world: World) -> list[Tensor]:
+    """The same held-out sequences for everybody."""
+    corpus = corpus_of(world.corpus)
+    each = corpus.shard_tokens // world.sequence
+    rows = [
+        torch.from_numpy(_shard(world.corpus, digest)[i * world.sequence : (i + 1) * world.sequence].copy())
+        for digest in corpus.held_out
+        for i in range(each)
+    ]
+    rows = rows[:: max(1, len(rows) // world.held_out)][: world.held_out]
+    return [torch.stack(rows[i : i + 16]) for i in range(0, len(rows), 16)]
+
+
+def _layer_parameters(world: World) -> float:
+    head = world.width // world.heads
+    attention = world.width * head * (2 * world.heads + 2 * (world.heads // 2))
+    return attention + 3 * world.width * world.feed_forward
+
+
+def step_flops(
+    world: World, trained: int, above: int = 0, below: int = 0, head_trained: bool = True
+) -> float:
+    """Operations of one step; layer counts by what is done to them."""
+    head = world.width * corpus_of(world.corpus).vocabulary * (6 if head_trained else 4)
+    return world.step_tokens * (_layer_parameters(world) * (6 * trained + 4 * above + 2 * below) + head)
+
+
+def _save(world: World, name: str, tensors: Tensors) -> Path:
+    path = world.folder / f"{name}.safetensors"
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+    return path
+
+
+def _model_tensors(model: nn.Module) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _load_model(config: Any, path: Path) -> nn.Module:
+    shared = load_file(path)
+    model = build_model(config, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shared[name])
+    return model
+
+
+def joint_schedule(world: World, steps: int, rate: float, floor: float = 0.1) -> JointSchedule:
+    """Warm-up over a tenth, then cosine."""
+    return JointSchedule(
+        steps=steps, learning_rate=rate, warmup_fraction=0.1, floor=floor, weight_decay=0.01, clip=1.0
+    )
+
+
+# --- jobs
+
+
+def monolithic(
+    world: World, name: str, seed: int, layers: int, steps: int, grown_from: Path | None = None, skip: int = 0
+) -> Done:
+    """Train a model of ``layers`` layers end to end, from nothing or grown from a scaffold."""
+    torch.set_num_threads(1)
+    config = world.config()
+    cut = make_cut(world.layers, 1, layers)
+    if grown_from is not None:
+        depth = layer_count(_scaffold_config(world, grown_from))
+        grow = make_cut(world.layers, 1, depth)
+        source = _scaffold(world, grow, grown_from)
+        blocks = [first_block(config, grow, source, 0, "grown", seed)]
+        model = recombine(config, grow, source.shared, list(blocks))
+    else:
+        model = build_model(scaffold_config(config, cut), torch.float32, seed=seed + 1000)
+    started = time.perf_counter()
+    trainer = JointTrainer(model, joint_schedule(world, steps, world.rate))
+    losses = trainer.train(batches(world, seed, (0, 1), skip, steps))
+    seconds = time.perf_counter() - started
+    return Done(
+        path=_save(world, name, _model_tensors(model)),
+        loss=evaluate(model, held_out(world)),
+        seconds=seconds,
+        train_flops=steps * step_flops(world, trained=layers),
+        tokens=steps * world.step_tokens,
+        extra={"curve": losses[:: max(1, steps // 64)]},
+    )
+
+
+def _scaffold_config(world: World, path: Path) -> Any:
+    layers = 1 + max(int(name.split(".")[2]) for name in load_file(path) if ".layers." in name)
+    return scaffold_config(world.config(), make_cut(world.layers, 1, layers))
+
+
+def _scaffold(world: World, cut: Cut, path: Path) -> Scaffold:
+    model = _load_model(scaffold_config(world.config(), cut), path)
+    return Scaffold(*split_model(model, cut.slice_layers))
+
+
+def block(
+    world: World,
+    name: str,
+    seed: int,
+    cut: Cut,
+    scaffold: Path,
+    number: int,
+    init: Init,
+    data: str,
+    steps: int,
+    peers: Sequence[Path | None] = (),
+    start: Path | None = None,
+    done: int = 0,
+) -> Done:
+    """Train one block in its scaffold, or among its trained ``peers`` (an exchange round).
+
+    ``start``: weights to go on from; ``done``: steps that the block had before.
+    """
+    torch.set_num_threads(1)
+    frame = _scaffold(world, cut, scaffold)
+    state = (
+        load_file(start) if start else first_block(world.config(), cut, frame, number, init, seed + number)
+    )
+    around = frame
+    inner = cut
+    if peers:
+        around = Scaffold(frame.shared, tuple(load_file(p) if p else {} for p in peers))
+        inner = Cut(cut.block_layers, cut.block_layers)
+    trainer = BlockTrainer(
+        world.config(),
+        inner,
+        around,
+        number,
+        recipe(world, steps if not done else 0),
+        start_state(state),
+        done,
+    )
+    stream = (number, cut.blocks) if data == "disjoint" else (0, 1)
+    work = batches(world, seed, stream, done, steps)
+    started = time.perf_counter()
+    losses = trainer.train(work)
+    seconds = time.perf_counter() - started
+    above = sum(inner.slice_layers[number + 1 :])
+    below = sum(inner.slice_layers[:number])
+    return Done(
+        path=_save(world, name, trainer.state().weights),
+        loss=trainer.evaluate(held_out(world)),
+        seconds=seconds,
+        train_flops=steps
+        * step_flops(world, trained=cut.block_layers[number], above=above, below=below, head_trained=False),
+        tokens=steps * world.step_tokens,
+        extra={"curve": losses[:: max(1, steps // 64)]},
+    )
+
+
+def recipe(world: World, steps: int) -> Recipe:
+    """Warm-up over a tenth, then constant, as the paper's stage 1."""
+    return Recipe(
+        learning_rate=world.block_rate,
+        warmup_steps=steps // 10,
+        settle_steps=5,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.01,
+        clip=1.0,
+        batch=world.batch,
+    )
+
+
+def volunteers(
+    world: World,
+    name: str,
+    seed: int,
+    cut: Cut,
+    scaffold: Path,
+    number: int,
+    rounds: int,
+    contributors: int,
+    local_steps: int,
+    leaving: float,
+    kind: DeltaFormat = "float32",
+    outer: tuple[float, float] = (0.7, 0.9),
+    trim: float = 0.0,
+) -> Done:
+    """One block by several volunteers: local steps, encoded differences, outer Nesterov; some vanish.
+
+    ``leaving``: chance that a contributor's difference never arrives; its tokens are spent all
+    the same. ``seconds`` is the sum over rounds of the slowest contributor: the critical path.
+    """
+    torch.set_num_threads(1)
+    frame = _scaffold(world, cut, scaffold)
+    weights = first_block(world.config(), cut, frame, number, "grown", seed + number)
+    momentum: Tensors | None = None
+    residuals: list[Tensors | None] = [None] * contributors
+    chance = random.Random(seed * 1009 + number)
+    path, arrived = 0.0, 0
+    rule = recipe(world, rounds * local_steps)
+    for turn in range(rounds):
+        received = []
+        slowest = 0.0
+        for slot in range(contributors):
+            trainer = BlockTrainer(
+                world.config(), cut, frame, number, rule, start_state(weights), turn * local_steps
+            )
+            at = (turn * contributors + slot) * local_steps
+            work = batches(world, seed, (number, cut.blocks), at, local_steps)
+            started = time.perf_counter()
+            trainer.train(work)
+            slowest = max(slowest, time.perf_counter() - started)
+            data, residual = encode_delta(difference(trainer.state().weights, weights), kind, residuals[slot])
+            if chance.random() < leaving:
+                continue
+            residuals[slot] = residual
+            received.append(decode_delta(data, kind, weights))
+        path += slowest
+        if received:
+            arrived += len(received)
+            weights, momentum = outer_step(weights, trimmed_mean(received, trim), momentum, *outer)
+    done = BlockTrainer(world.config(), cut, frame, number, rule, start_state(weights), 0)
+    steps = rounds * contributors * local_steps
+    above, below = sum(cut.slice_layers[number + 1 :]), sum(cut.slice_layers[:number])
+    return Done(
+        path=_save(world, name, dict(weights)),
+        loss=done.evaluate(held_out(world)),
+        seconds=path,
+        train_flops=steps
+        * step_flops(world, trained=cut.block_layers[number], above=above, below=below, head_trained=False),
+        tokens=steps * world.step_tokens,
+        extra={"arrived": arrived, "sent": rounds * contributors},
+    )
+
+
+def adapt(
+    world: World,
+    name: str,
+    seed: int,
+    cut: Cut,
+    scaffold: Path,
+    blocks: Sequence[Path],
+    steps: int,
+    rate: float,
+    diagnose: bool = False,
+) -> Done:
+    """Stack the blocks, measure cold, train end to end for ``steps`` steps, measure again."""
+    torch.set_num_threads(1)
+    config = world.config()
+    frame = _scaffold(world, cut, scaffold)
+    model = recombine(config, cut, frame.shared, [load_file(path) for path in blocks])
+    data = held_out(world)
+    extra: dict[str, Any] = {"cold": evaluate(model, data)}
+    reference = None
+    if diagnose:
+        reference = join_model(scaffold_config(config, cut), frame.shared, list(frame.slices))
+        extra["seams_cold"] = [vars(seam) for seam in seams(model, reference, cut, data[:2])]
+    # no text that a block has seen yet: the stream's end
+    ahead = len(corpus_of(world.corpus).train) * (corpus_of(world.corpus).shard_tokens // world.sequence)
+    work = batches(world, seed + 500, (0, 1), ahead // world.batch // 2, steps)
+    started = time.perf_counter()
+    trainer = JointTrainer(model, joint_schedule(world, steps, rate))
+    losses = trainer.train(work)
+    seconds = time.perf_counter() - started
+    if reference is not None:
+        extra["seams_adapted"] = [vars(seam) for seam in seams(model, reference, cut, data[:2])]
+    extra["curve"] = losses[:: max(1, steps // 64)]
+    return Done(
+        path=_save(world, name, _model_tensors(model)),
+        loss=evaluate(model, data),
+        seconds=seconds,
+        train_flops=steps * step_flops(world, trained=world.layers),
+        tokens=steps * world.step_tokens,
+        extra=extra,
+    )
+
+
+def no_scaffold(
+    world: World, name: str, seed: int, cut: Cut, scaffold: Path, number: int, steps: int
+) -> Done:
+    """A block trained between embedding and head alone: what the frozen slices are good for."""
+    torch.set_num_threads(1)
+    frame = _scaffold(world, cut, scaffold)
+    state = first_block(world.config(), cut, frame, number, "random", seed + number)
+    inner = Cut((cut.block_layers[number],), (cut.block_layers[number],))
+    config = scaffold_config(world.config(), Cut((world.layers,), (cut.block_layers[number],)))
+    trainer = BlockTrainer(
+        config, inner, Scaffold(frame.shared, ({},)), 0, recipe(world, steps), start_state(state), 0
+    )
+    work = batches(world, seed, (number, cut.blocks), 0, steps)
+    started = time.perf_counter()
+    trainer.train(work)
+    seconds = time.perf_counter() - started
+    return Done(
+        path=_save(world, name, trainer.state().weights),
+        loss=trainer.evaluate(held_out(world)),
+        seconds=seconds,
+        train_flops=steps * step_flops(world, trained=cut.block_layers[number], head_trained=False),
+        tokens=steps * world.step_tokens,
+    )
+
+
+def perplexity(loss: float) -> float:
+    """exp, bounded: what diverged is printed as a large number."""
+    return math.exp(min(loss, 20.0))
