@@ -1,0 +1,86 @@
+"""Jobs of the block stage for learner (adds rounds up) and verifier (replays segments).
+
+Closed set that crosses the children's pipes, beside ``barnraise.coordinator.workers``.
+Paths are relative to the run folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from barnraise.protocol.messages import Verdict
+from barnraise.protocol.pretrain import BlockLease, BlockSubmission
+
+
+class Contribution(Struct, frozen=True, kw_only=True):
+    """One accepted unit of a round: whose place it was, and where its difference lies."""
+
+    block: int
+    slot: int
+    delta: str
+
+
+class RoundJob(Struct, frozen=True, kw_only=True, tag=True):
+    """Make ``version`` from checkpoint ``version - 1``: trimmed mean and outer step, block by block.
+
+    Deterministic; a job cut short by a crash is sent again. The reply is ``Trained``.
+    """
+
+    version: int
+    contributions: tuple[Contribution, ...]  # by block, then slot
+
+
+class RecombineJob(Struct, frozen=True, kw_only=True, tag=True):
+    """Make ``version``: stack the blocks of ``version - 1`` and adapt the whole. The reply is ``Trained``."""
+
+    version: int
+
+
+class BlockVerifyJob(Struct, frozen=True, kw_only=True, tag=True):
+    """One stored block submission, its fetched files, and the segment to do again.
+
+    ``start``: the committed state before the segment, None for the first one (the lease's
+    start is ours); ``end``: the committed state after it.
+    """
+
+    submission_id: bytes
+    lease: BlockLease
+    submission: BlockSubmission
+    segment: int
+    start: str | None
+    end: str
+    final: str | None  # the last committed state, when the segment is not the last: to hold the delta against
+    delta: str
+
+
+class BlockResult(Struct, frozen=True, kw_only=True, tag=True):
+    """The verdict on one; ``parameters``: what ``credit_for_block`` counts a token with."""
+
+    submission_id: bytes
+    verdict: Verdict
+    tokens: int
+    parameters: int
+
+
+class BlockVerifier(Protocol):
+    """Judges block units against the version that their lease names; the verifier's other half."""
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        """Judge one unit.
+
+        Raises:
+            ChildError: the verifier died and could not be restarted.
+        """
+
+
+def unit_folder(run_folder: Path, submission_id: bytes) -> Path:
+    """Where a block submission's fetched files lie: ``RUN/units/HEX``."""
+    return run_folder / "units" / submission_id.hex()
+
+
+def corpus_folder(run_folder: Path) -> Path:
+    """``RUN/corpus``: description, tokenizer and shards (``barnraise.coordinator.corpus_files``)."""
+    return run_folder / "corpus"
