@@ -1,0 +1,77 @@
+"""The engine's other half: what trains one block unit (``barnraise.node.engine`` generates rollouts).
+
+The same engine child does both; a run's stage decides which is asked for. A unit's
+folder survives the engine: after a crash or a pause the next ``train`` with the same
+folder goes on from the last state that was committed to disk there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+from barnraise.protocol.spec import RunSpec
+
+DELTA_FILE = "delta.safetensors"
+
+
+class BlockWork(Struct, frozen=True, kw_only=True, tag=True):
+    """One block unit, as the engine needs it.
+
+    ``version_folder`` holds the version's files; ``corpus`` the canonical description and
+    ``shards`` a folder with the token shards that the unit reads, named by their digests in
+    hex; ``folder`` is the unit's own: states ``state-0001.safetensors``..., and the delta.
+    ``residual``: file with what earlier units of this block lost to rounding, read and
+    replaced when the unit is finished; empty for none.
+    """
+
+    run_id: bytes
+    lease_id: bytes
+    policy_version: int
+    block: int
+    slot: int
+    version_folder: str
+    corpus: bytes
+    shards: str
+    folder: str
+    residual: str
+
+
+class BlockProgress(Struct, frozen=True, kw_only=True, tag=True):
+    """Finished work only (R7): steps done of the unit, tokens trained on, the last loss in nats."""
+
+    steps: Annotated[int, Meta(ge=0)]
+    tokens: Annotated[int, Meta(ge=0)]
+    loss: float
+
+
+class BlockTrained(Struct, frozen=True, kw_only=True, tag=True):
+    """A finished unit: file names inside its folder, one state and one mean loss per segment."""
+
+    states: tuple[str, ...]
+    losses: tuple[float, ...]
+    delta: str
+    seconds: float
+    tokens: int
+
+
+class BlockEngine(Protocol):
+    """Trains block units; cancelling stops it within 2 s, with the last segment's state kept."""
+
+    async def train(
+        self, spec: RunSpec, work: BlockWork, progress: Callable[[BlockProgress], None]
+    ) -> BlockTrained:
+        """Do the unit, or what is left of it.
+
+        Raises:
+            OutOfMemory: memory ran out (``barnraise.node.engine``).
+            ChildError: the engine died, or the version's files or shards cannot be used.
+        """
+
+
+def unit_folder(home: Path, lease_id: bytes) -> Path:
+    """Where a node keeps a unit's states until the verdict: ``HOME/units/HEX``."""
+    return home / "units" / lease_id.hex()
