@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gossip_support import CONFIG, KIB, OPERATOR, Host, make_version, meadow, op
 from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, StorageError
+from barnraise.protocol.gossip_bulk import Sending
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.messages import PatchEntry
@@ -164,6 +166,57 @@ async def test_a_bitmap_that_lies_delays_nobody_for_long(tmp_path: Path, autojum
         origin.gossiper.publish(signed, opened(signed))
         await field.until_done(1, "n0", "n1", "n2", limit=60)
         assert origin.asked == 0
+
+
+@pytest.mark.parametrize("rubbish", [False, True], ids=["alone", "behind-rubbish"])
+async def test_one_that_trickles_is_struck_and_its_shard_comes_from_another(
+    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, rubbish: bool
+) -> None:
+    """It sends a byte a second of a shard, and pieces of no known version at full speed beside them."""
+    real = Sending.run
+
+    async def trickle(sending: Sending, stream: Stream, data: bytes, moved: Callable[[int], None]) -> bool:
+        if not any(stream is one for one in evil_streams):
+            return await real(sending, stream, data, moved)
+        for offset in range(len(data)):
+            if sending.stopped:
+                return False
+            header = Piece(
+                version=sending.number, index=sending.index, offset=offset, size=1, total=len(data)
+            )
+            await stream.write(frame(header) + data[offset : offset + 1])
+            if rubbish:
+                other = Piece(version=4000, index=0, offset=0, size=64 * KIB, total=128 * KIB)
+                await stream.write(frame(other) + bytes(64 * KIB))
+            await trio.sleep(1)
+        return True
+
+    evil_streams: list[Stream] = []
+    async with meadow(tmp_path) as field:
+        origin = await field.add("o", up=50 * KIB)
+        evil = await field.add("evil", up=1000 * KIB)
+        await trio.sleep(5)
+        signed = origin.publish(1, 512 * KIB)
+        await field.until_done(1, "evil", limit=60)
+        opening = evil.gossiper.network.open_stream
+
+        async def open_stream(peer: str, protocol: str) -> Any:
+            stream = await opening(peer, protocol)
+            if protocol == BULK_PROTOCOL:
+                evil_streams.append(stream)
+            return stream
+
+        monkeypatch.setattr(evil.gossiper.network, "open_stream", open_stream)
+        monkeypatch.setattr(Sending, "run", trickle)
+        late = await field.add("late", down=4000 * KIB)
+        await trio.sleep(2)
+        origin.gossiper.publish(signed, opened(signed))
+        assert await field.until_done(1, "late", limit=60) < 25
+        assert evil_streams
+        codes = {code for code, peer, _ in late.reports if peer == "evil"}
+        assert codes <= {"trickle", "timeout", "unasked", "starved"}
+        assert codes & {"trickle", "timeout"}
+        assert all(not host.gossiper.banned for host in field.hosts.values())
 
 
 async def test_one_that_only_takes_gets_the_version_and_the_others_do_too(

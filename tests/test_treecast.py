@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from treecast_mesh import head
 
 from barnraise.protocol.bitmaps import members, to_bytes, to_mask
@@ -131,7 +132,7 @@ def test_any_events_in_any_order_leave_the_books_true(seed: int, steps: int) -> 
         now += rng.choice((0.0, 0.1, 1.0, 6.0))
         peer, version, index = rng.choice(PEERS), rng.randrange(5), rng.randrange(SHARDS)
         receiving, sending = core.transfer.receiving(), core.transfer.sending()
-        match rng.randrange(16):
+        match rng.randrange(19):
             case 0:
                 effects = core.want(version, [1 << 20] * rng.randint(1, SHARDS), now)
             case 1:
@@ -160,6 +161,19 @@ def test_any_events_in_any_order_leave_the_books_true(seed: int, steps: int) -> 
                 effects = core.lost(version, index, now)
             case 10:
                 effects = core.on_time(now)
+            case 11:
+                claimed, effects = core.transfer.claim(version, now)
+                effects += (
+                    core.verified(None, version, claimed, now) if claimed and rng.random() < 0.5 else []
+                )
+            case 12:
+                effects = core.transfer.unclaim(version, index, now)
+            case 13:
+                config = replace(core.transfer.config, inbound=rng.randrange(4), slots=rng.randrange(4))
+                effects = core.reconfigure(config, now)
+            case 14:
+                effects = []
+                core.progress(peer, rng.randrange(200_000), now)
             case _:
                 effects = core.on_message(peer, any_message(rng), now)
         check_books(core)
