@@ -196,7 +196,8 @@ async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
         sessions.end_silent()
         try:
             now, complete = core.now_ms(), scheduler.is_complete(core.state, core.spec.rollout)
-            due = scheduler.expired(core.state, now)
+            sessions.turned_away.forget_all_but(core.state.leases)
+            due = scheduler.expired(core.state, now, sessions.turned_away.waits)
             if spares or core.state.epochs:
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:

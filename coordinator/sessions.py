@@ -30,7 +30,13 @@ from barnraise.coordinator.hub import MAX_REPORTS_OF_ONE, Hub, Live
 from barnraise.coordinator.journal import Payload
 from barnraise.coordinator.standing import check_not_banned, tell_standing
 from barnraise.coordinator.state import Node
-from barnraise.coordinator.submissions import check_lease, check_room, is_duplicate, open_submission
+from barnraise.coordinator.submissions import (
+    TurnedAway,
+    check_lease,
+    check_room,
+    is_duplicate,
+    open_submission,
+)
 from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import fingerprint, peer_id_of
@@ -86,6 +92,7 @@ class Sessions:
         self._rng = rng
         self._leases_per_node = leases_per_node
         self._intake = Intake()
+        self.turned_away = TurnedAway()
         self._ending, self._to_end = trio.open_memory_channel[tuple[Live, str]](math.inf)
 
     async def serve(self, stream: Stream) -> None:
@@ -272,8 +279,12 @@ class Sessions:
         now = core.now_ms()
         try:
             check_not_banned(self._node(live), now)
-            lease = check_lease(core.state, core.run_id, live.key, submission, now)
-            check_room(len(core.state.waiting), core.state.waiting_bytes)
+            lease = check_lease(core.state, core.run_id, live.key, submission, now, self.turned_away)
+            try:
+                check_room(len(core.state.waiting), core.state.waiting_bytes)
+            except RefusedError:
+                self.turned_away.note(lease.terms.lease_id, now)
+                raise
         except RefusedError as error:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
             raise

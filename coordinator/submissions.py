@@ -6,6 +6,8 @@ elsewhere. The order is that of their price: signature, schema, lease.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from barnraise.coordinator.state import Lease, State
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, RefusedError, SignatureError
@@ -15,6 +17,31 @@ from barnraise.protocol.spec import VerifySpec
 
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 2 * 1024**3
+# Who was turned away for lack of room may come again for this long, whatever the deadline was.
+GRACE_MS = 300_000
+
+
+class TurnedAway:
+    """Leases whose submissions were refused for lack of room: our backlog is not the node's fault.
+
+    In memory alone: a restart forgets them, and begins with the room that it then has.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, int] = {}  # lease -> when, ms
+
+    def note(self, lease_id: bytes, now_ms: int) -> None:
+        """The submission for ``lease_id`` came in time, and there was no room."""
+        self._last[lease_id] = now_ms
+
+    def waits(self, lease_id: bytes, now_ms: int) -> bool:
+        """Whether ``lease_id`` is honoured beyond its deadline."""
+        last = self._last.get(lease_id)
+        return last is not None and now_ms - last < GRACE_MS
+
+    def forget_all_but(self, leases: Container[bytes]) -> None:
+        """Drop what is not open any longer."""
+        self._last = {key: at for key, at in self._last.items() if key in leases}
 
 
 def open_submission(signed: Signed, node: bytes) -> RolloutSubmission:
@@ -43,9 +70,14 @@ def is_duplicate(state: State, submission_id: bytes) -> bool:
 
 
 def check_lease(
-    state: State, run_id: bytes, node: bytes, submission: RolloutSubmission, now_ms: int
+    state: State,
+    run_id: bytes,
+    node: bytes,
+    submission: RolloutSubmission,
+    now_ms: int,
+    turned_away: TurnedAway | None = None,
 ) -> Lease:
-    """The open lease that ``submission`` answers.
+    """The open lease that ``submission`` answers: in time, or in time at first and then turned away by us.
 
     Raises:
         RefusedError: ``wrong-run``, ``unknown-lease``, ``used-lease``, ``expired-lease``,
@@ -69,7 +101,8 @@ def check_lease(
             f"the lease is for policy version {terms.policy_version}, "
             f"the submission says {submission.policy_version}",
         )
-    if terms.deadline_at <= now_ms:
+    late = terms.deadline_at <= now_ms
+    if late and not (turned_away is not None and turned_away.waits(submission.lease_id, now_ms)):
         raise RefusedError(
             "expired-lease",
             f"the deadline passed {(now_ms - terms.deadline_at) / 1000:.1f} s ago "
@@ -100,11 +133,11 @@ def check_room(waiting: int, waiting_bytes: int) -> None:
     """Bound what may wait for the verifier.
 
     Raises:
-        RefusedError: ``busy``; the lease stays valid, so the node sends again later.
+        RefusedError: ``busy``; the lease stays valid (``TurnedAway``), so the node sends again later.
     """
     if waiting >= MAX_WAITING or waiting_bytes >= MAX_WAITING_BYTES:
         raise RefusedError(
             "busy",
             f"{waiting} submissions ({waiting_bytes // 1_000_000} MB) wait for the verifier; "
-            "send this one again in some seconds",
+            "send this one again in some seconds: its lease is kept for you meanwhile",
         )

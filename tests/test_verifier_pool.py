@@ -11,10 +11,12 @@ import pytest
 import trio
 import trio.testing
 
+from barnraise.coordinator.submissions import GRACE_MS, TurnedAway
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
 from barnraise.coordinator.workers import Judged, VerifyJob
-from barnraise.protocol.errors import ChildError
+from barnraise.protocol.errors import ChildError, RefusedError
 from barnraise.protocol.memory_network import MemorySwarm
+from barnraise.protocol.messages import Signed
 from tests.coordinator_support import Coordinator, FakeVerifier, ScriptedNode, coordinating, make_run, node
 from tests.test_server import head_is, until
 
@@ -180,3 +182,44 @@ def test_accelerators_are_found_without_torch(tmp_path: Path, monkeypatch: pytes
     assert visible_accelerators(tmp_path) == ("3", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_accelerators(tmp_path) == ()
+
+
+async def test_who_is_turned_away_for_lack_of_room_loses_nothing_even_beyond_the_deadline(
+    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("barnraise.coordinator.submissions.MAX_WAITING", 1)
+    pool = VerifierPool([FakeVerifier(delay_s=250.0)])
+    async with stage(tmp_path, pool, nodes=2) as (coordinator, (ann, bob)):
+        for _ in range(2):  # ann fills the queue twice over; a lease is honoured for 120 s
+            lease = await bob.lease()
+            await ann.submit(ann.signed_work(await ann.lease()))
+            work = bob.signed_work(lease)
+            refusals: list[RefusedError] = []
+            while not await _taken(bob, work, refusals):
+                await trio.sleep(20)
+            assert {refused.code for refused in refusals} == {"busy"}
+            assert "its lease is kept" in str(refusals[0])
+            assert len(refusals) * 20 > 120
+            await until(lambda: coordinator.state()["queue"] == 0)
+        rows = {row["node"]: row for row in coordinator.state()["nodes"]}
+        assert rows[bob.identity.public_key.hex()]["accepted"] == 2
+        assert rows[bob.identity.public_key.hex()]["strikes"] == 0
+
+
+async def _taken(node: ScriptedNode, work: Signed, refusals: list[RefusedError]) -> bool:
+    try:
+        await node.submit(work)
+    except RefusedError as refused:
+        refusals.append(refused)
+        return False
+    return True
+
+
+def test_a_lease_that_was_turned_away_is_honoured_for_a_while_and_then_forgotten() -> None:
+    turned = TurnedAway()
+    assert not turned.waits(b"a", 0)
+    turned.note(b"a", 1_000)
+    assert turned.waits(b"a", 1_000 + GRACE_MS - 1)
+    assert not turned.waits(b"a", 1_000 + GRACE_MS)
+    turned.forget_all_but({b"b"})
+    assert not turned.waits(b"a", 1_001)
