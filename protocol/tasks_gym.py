@@ -50,8 +50,10 @@ _NOT_REPRODUCIBLE = frozenset(
         "word_ladder",
     }
 )
+# 0.1.25: their scorers pay in full for answers that take no work ("nan"; any text at all; 0 to any coin).
+_GULLIBLE = frozenset({"coin_flip", "complex_arithmetic", "game_of_life_halting"})
 _NUMBER = re.compile(r"(?:(?<![\w).])-)?\d[\d,]*(?:\.\d+)?")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_OPEN, _CLOSE = (re.compile(tag, re.IGNORECASE | re.ASCII) for tag in ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,12 @@ class Gym:
         try:
             dataset, entry = self.draw(int(json.loads(task.key)["seed"]))
             reference = str(entry["answer"])
-            given = extract_answer(answer, reference)
-            if given is None:
-                return 0.0
-            if self.scoring == "exact":
-                return float(given == reference.strip())
             with bounded("scoring", seconds=SCORE_SECONDS, memory=WORK_BYTES):
+                given = extract_answer(answer, reference)
+                if given is None:
+                    return 0.0
+                if self.scoring == "exact":
+                    return float(given == reference.strip())
                 score = float(dataset.score_answer(given, entry))
         except Exception:  # a scorer may raise anything at all on a stranger's answer
             return 0.0
@@ -128,6 +130,11 @@ def build_gym(name: str, settings: Mapping[str, Any]) -> Gym:
         raise TaskError("setting 'scoring' must be 'native' or 'exact'")
     if {"seed", "size"} & config.keys():
         raise TaskError(f"environment {name!r} takes no 'seed' or 'size': tasks are drawn from the run")
+    if scoring == "native" and name in _GULLIBLE:
+        raise TaskError(
+            f"the scorer of {name!r} rewards answers that are not right: "
+            'set {"scoring": "exact"} or choose another environment'
+        )
     if scoring == "native" and name not in _REVIEWED and _evaluates_answers(DATASETS[name][0]):
         raise TaskError(
             f"the scorer of {name!r} may run a stranger's answer as code: "
@@ -151,19 +158,30 @@ def build_gym(name: str, settings: Mapping[str, Any]) -> Gym:
 def extract_answer(text: str, reference: str) -> str | None:
     """What ``text`` gives as its answer, or ``None``.
 
-    The last ``<answer>...</answer>`` if there is one; else, where the reference
-    answer is a number, the last number (thousands separators dropped); else the
-    whole text, stripped. Longer than ``MAX_ANSWER`` characters is no answer.
+    The last ``<answer>...</answer>`` (the innermost, if they are nested) if there is one;
+    else, where the reference answer is a number, the last number (thousands separators
+    dropped); else the whole text, stripped. Longer than ``MAX_ANSWER`` characters is no answer.
     """
     text = text[-MAX_TEXT:]
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        text = tagged[-1]
+    text = _tagged(text)
     given: str = text.strip()
     if _NUMBER.fullmatch(reference.strip()):
         numbers = _NUMBER.findall(given[-MAX_ANSWER:].replace("\u2212", "-"))
         given = numbers[-1].replace(",", "") if numbers else ""
     return given if 0 < len(given) <= MAX_ANSWER else None
+
+
+def _tagged(text: str) -> str:
+    """What the last closed tag holds; all of ``text`` without one. In linear time, whatever the text."""
+    closes = [match.start() for match in _CLOSE.finditer(text)]
+    if not closes:
+        return text
+    last_open = -1
+    for match in _OPEN.finditer(text, 0, closes[-1]):
+        last_open = match.end()
+    if last_open < 0:
+        return text
+    return text[last_open : next(close for close in closes if close >= last_open)]
 
 
 def _generator_seed(seed: int, attempt: int) -> int:
