@@ -140,10 +140,12 @@ def judged(submission_id: bytes, good: bool, check: str) -> Judged:
     return Judged(submission_id=submission_id, verdict=verdict, rewards=rewards, tokens=1 if good else 0)
 
 
-def table(hours: float, nodes: int, cost: float, power: float) -> list[dict[str, Any]]:
+def table(
+    hours: float, nodes: int, cost: float, power: float, backlogs: tuple[float, ...] = BACKLOGS
+) -> list[dict[str, Any]]:
     """One row for each backlog and rate; gains are against the honest row of the same backlog."""
     rows = []
-    for backlog in BACKLOGS:
+    for backlog in backlogs:
         honest = 0.0
         for rate in (*RATES, -1.0):
             lives = [live(rate, backlog, hours, cost, power, seed) for seed in range(nodes)]
@@ -193,9 +195,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=40, help="lives for each row (default: 40)")
     parser.add_argument("--cost", type=float, default=0.1, help="time of a cheated unit (default: 0.1)")
     parser.add_argument("--power", type=float, default=1.0, help="chance that an audit finds a cheat")
+    parser.add_argument("--backlogs", type=float, nargs="+", default=BACKLOGS, metavar="SHARE")
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="write or print the results")
     given = parser.parse_args()
-    rows = table(given.hours, given.nodes, given.cost, given.power)
+    rows = table(given.hours, given.nodes, given.cost, given.power, tuple(given.backlogs))
     report = {
         "conditions": {
             "virtual_hours": given.hours,
