@@ -170,6 +170,6 @@ DISHONEST: dict[str, Change] = {
     "weights +-1 %": noise_1_percent,
     "last layer missing": without_last_layer,
     "fine-tuned, 1 step of 1e-6": fine_tuned(1e-6, 1),
-    "fine-tuned, 8 steps of 1e-5": fine_tuned(1e-5, 8),
-    "fine-tuned, 8 steps of 1e-4": fine_tuned(1e-4, 8),
+    "fine-tuned, 20 steps of 1e-5": fine_tuned(1e-5, 20),
+    "fine-tuned, 20 steps of 1e-4": fine_tuned(1e-4, 20),
 }
