@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from barnraise.coordinator import toploc_checks
 from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
-from barnraise.kernels.toploc import ChunkScore, proof_length
+from barnraise.kernels.models import Policy, _wrap
+from barnraise.kernels.prefill import prefill
+from barnraise.kernels.shared_prefill import new_cache
+from barnraise.kernels.toploc import ChunkScore, build_proofs, chunk_points, proof_length, score
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.wire import decode, encode
 
@@ -68,3 +72,41 @@ def test_a_short_chunk_is_allowed_proportionally_fewer_mismatches() -> None:
         "toploc-exponents", toploc_checks.check_toploc, [ChunkScore(3, 0.0, 0.0)], [16], 0, VERIFY
     )
     assert verdict.threshold == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1, 7, 32])
+def test_an_engine_that_prefills_in_pieces_passes(dtype: torch.dtype, piece: int) -> None:
+    tokens = torch.randint(1, 64, (70,), generator=torch.Generator().manual_seed(piece)).tolist()
+    prompt, completion = tokens[:30], tokens[30:]
+    engine, verifier = _policy(dtype), _policy(torch.float32)
+    cache = new_cache(engine)
+    fed = tokens[:-1]
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(fed), piece):
+            ids = torch.tensor([fed[start : start + piece]])
+            positions = torch.arange(start, start + ids.shape[1])[None]
+            arguments = {engine.cache_argument: cache, "use_cache": True, "position_ids": positions}
+            parts.append(engine.hidden(ids, **arguments)[0])
+    proofs = build_proofs([torch.cat(parts)[len(prompt) - 1 :]])
+    (scores,) = score(proofs, prefill(verifier, [prompt], [completion]))
+    toploc_checks.check_toploc(scores, chunk_points(len(completion), 96), 0, VERIFY)
+
+
+def _policy(dtype: torch.dtype) -> Policy:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    values: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(Qwen3Config(**values)).eval().to(dtype)
+    return _wrap(model, torch.device("cpu"), dtype)
