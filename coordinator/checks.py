@@ -34,6 +34,9 @@ from barnraise.protocol.wire import decode
 
 # A log-probability may exceed 0 by rounding alone.
 LOGPROB_CEILING = 1e-3
+# The noise of ``barnraise.kernels.sampling.gumbel`` lies within [-2.9, 16.7], and the likeliest of V
+# tokens has at least 1/V: no draw is less likely than e^-(ln V + 19.6), and rounding is far below the rest.
+LOGPROB_DEPTH = 25.0
 # Stands for infinity in verdicts, whose numbers must be finite.
 _LARGEST = 1e6
 
@@ -63,7 +66,7 @@ def default_verify_spec(compute_dtype: Dtype = "float32") -> VerifySpec:
         max_mantissa_median=3.0,
         eos_min_probability=1e-12,
         false_alarm=1e-7,
-        draws=Noise(mean=0.0025, variance=0.0005, scale=0.075),
+        draws=Noise(mean=0.0025, variance=0.001, scale=0.095),
         logprobs=Noise(mean=0.06, variance=0.015, scale=0.075),
         bias=0.003,
     )
@@ -257,13 +260,14 @@ def read_rollout(rollout: Rollout, number: int, spec: RunSpec) -> Completion:
             f"{len(rollout.logprobs)} bytes of log-probabilities for {count} tokens, not {size}",
         )
     logprobs = np.frombuffer(rollout.logprobs, dtype="<f4").astype(np.float32)
-    if (at := _first(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_CEILING)))) is not None:
+    floor = -(math.log(vocabulary) + LOGPROB_DEPTH)
+    if (at := _first(~((logprobs >= floor) & (logprobs <= LOGPROB_CEILING)))) is not None:  # NaN is neither
         raise CheckFailure(
             "logprob-range",
-            LOGPROB_CEILING,
+            floor if logprobs[at] < floor else LOGPROB_CEILING,
             float(logprobs[at]),
             f"{where} token {at}",
-            f"log-probability {logprobs[at]} is not a finite number of at most 0",
+            f"log-probability {logprobs[at]} is not in [{floor:.1f}, 0], where every draw lies",
         )
     return Completion(tokens, logprobs, rollout.proofs, ended)
 

@@ -189,6 +189,7 @@ def test_rollouts_must_be_every_prompt_and_sample_once_and_in_order() -> None:
         ("logprob-range", _rollout([5, EOS], [-1.0, math.nan]), "rollout 3 token 1"),
         ("logprob-range", _rollout([5, EOS], [-math.inf, -1.0]), "rollout 3 token 0"),
         ("logprob-range", _rollout([5, EOS], [-1.0, 0.01]), "rollout 3 token 1"),
+        ("logprob-range", _rollout([5, EOS], [-1.0, -40.0]), "rollout 3 token 1"),
     ],
 )
 def test_a_malformed_rollout_is_named(check: str, rollout: Rollout, position: str) -> None:
