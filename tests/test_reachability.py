@@ -17,6 +17,8 @@ from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.reach_messages import REACH_PROTOCOL, PortReach, ReachReply, ReachRequest
 from barnraise.protocol.reachability import announced, ask_reach, judge, serve_reach
 from barnraise.protocol.wire import MessageReader, send_message
+from barnraise.tui import status
+from barnraise.tui import swarm as swarm_command
 
 PEER = Identity.from_private_bytes(b"p" * 32).peer_id
 
@@ -144,3 +146,21 @@ async def test_a_swarm_with_seventy_percent_that_nobody_can_dial_completes_a_bro
         assert origin.uploaded(1) < 14 * 1024 * 1024
         links = [len(field.hosts[name].gossiper.core.views.active) for name in names]
         assert min(links) > 0
+
+
+def test_status_and_swarm_say_how_a_node_is_reached_and_what_would_change_it() -> None:
+    reach = {"kind": "outbound-only", "reason": "no answer", "cure": "forward TCP port 4600", "addresses": []}
+    node = {"kind": "node", "name": "n", "run": "r", "reach": reach}
+    line = ("reachable", "outbound-only: no answer; forward TCP port 4600")
+    assert line in status.overview(node, 0.0)
+    assert line in swarm_command.overview(node)
+    assert swarm_command.summary(node)["reach"] == reach
+    link = {"peer": PEER, "eager": True, "way": "hole-punched"}
+    nodes = [
+        {"name": "a", "reach": "direct", "state": "idle"},
+        {"name": "b", "reach": "relayed", "state": "idle"},
+    ]
+    coordinator = {"kind": "coordinator", "run": "r", "nodes": nodes, "tree": {"neighbours": [link]}}
+    rows = dict(swarm_command.overview(coordinator))
+    assert rows["reachable"] == "1 direct, 1 relayed"
+    assert any(text.startswith("eager, hole-punched") for text in rows.values())
