@@ -266,6 +266,13 @@ class Downloads:
         state.incoming &= ~(1 << index)
         return self.order_all(version, state, now)
 
+    def claim(self, version: int, state: VersionState, now: float) -> tuple[int, Effects]:
+        """Take the rarest missing shard out of the orders: it comes from no neighbour."""
+        index = pick(state.counts.rarest(state.missing), self._rng)
+        state.incoming |= 1 << index
+        state.on_way[index] = ""
+        return index, self.order_all(version, state, now)
+
     def stop(self, name: str, peer: PeerState) -> Effects:
         """Do without the shard that ``name`` is sending."""
         if peer.receiving is None:

@@ -13,7 +13,8 @@ SHOWN_BANS = 64
 def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
     """Neighbours, parent, versions. Rates in bytes per second, sizes in bytes.
 
-    ``sending`` and ``receiving`` name a version; ``parent`` is who brought the newest head
+    ``sending`` and ``receiving`` name a version, ``version`` is the newest of ours that it
+    says it has whole (None: none); ``parent`` is who brought the newest head
     (None: it is our own, or came another way). ``versions``: shards here, of how many, by
     what (``files``, ``patch``, ``opening``), and what moved of the version down the tree.
     """
@@ -27,6 +28,7 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
                 "peer": peer,
                 "way": gossiper.network.way(peer),
                 "eager": peer in core.tree.eager,
+                "version": _version_of(gossiper, peer),
                 "sending": gossiper.lists.version(sending[peer][0]) if peer in sending else None,
                 "receiving": gossiper.lists.version(receiving[peer][0]) if peer in receiving else None,
                 "rate_out": 0 if link is None else round(link.sent.rate(now)),
@@ -59,6 +61,12 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
             for number, shards in sorted(gossiper.lists.shards.items(), reverse=True)
         ],
     }
+
+
+def _version_of(gossiper: Gossiper, peer: str) -> int | None:
+    announced = gossiper.core.transfer.announced
+    versions = (gossiper.lists.version(number) for number in gossiper.lists.shards)
+    return max((one for one in versions if announced(peer, files_list(one))), default=None)
 
 
 def _what(gossiper: Gossiper, number: int) -> str:

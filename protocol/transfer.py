@@ -24,12 +24,10 @@ import math
 import random
 from collections.abc import Sequence
 
-from barnraise.protocol.bitmaps import from_bytes, pick, to_bytes, to_mask
+from barnraise.protocol.bitmaps import from_bytes, to_bytes, to_mask
 from barnraise.protocol.downloads import Downloads
 from barnraise.protocol.messages import Message
 from barnraise.protocol.transfer_state import (
-    CROSSING,
-    Order,
     PeerState,
     Stats,
     TransferConfig,
@@ -46,7 +44,6 @@ from barnraise.protocol.tree_effects import (
     StopSend,
 )
 from barnraise.protocol.tree_messages import (
-    MAX_INDICES,
     MAX_SHARDS,
     Bitmap,
     Cancel,
@@ -63,7 +60,6 @@ class Transfer:
     def __init__(self, rng: random.Random, config: TransferConfig | None = None) -> None:
         self.config = config or TransferConfig()
         self.stats = Stats()
-        self._rng = rng
         self._peers: dict[str, PeerState] = {}
         self._versions: dict[int, VersionState] = {}  # newest first
         self._uploads = Uploads(self.config, rng, self._peers, self._versions, self.stats)
@@ -98,6 +94,13 @@ class Transfer:
         """Which shards of ``version`` are wanted, not here and not on their way, as a mask."""
         state = self._versions.get(version)
         return state.missing if state is not None else 0
+
+    def announced(self, name: str, version: int) -> bool:
+        """Whether neighbour ``name`` says that it has ``version`` whole."""
+        peer, state = self._peers.get(name), self._versions.get(version)
+        return (
+            peer is not None and state is not None and 0 < state.all == peer.holds.get(version, 0) & state.all
+        )
 
     def versions(self) -> tuple[int, ...]:
         """The versions taken part in, newest first."""
@@ -349,10 +352,7 @@ class Transfer:
         state = self._versions.get(version)
         if state is None or not state.missing:
             return None, []
-        index = pick(state.counts.rarest(state.missing), self._rng)
-        state.incoming |= 1 << index
-        state.on_way[index] = ""
-        return index, self._downloads.order_all(version, state, now)
+        return self._downloads.claim(version, state, now)
 
     def unclaim(self, version: int, index: int, now: float) -> Effects:
         """It does not come from there, or too slowly: neighbours are asked for it again."""
@@ -396,7 +396,7 @@ class Transfer:
             case Have(indices=indices):
                 return self._downloads.on_holds(name, peer, version, state, to_mask(indices), now)
             case Want():
-                return self._on_want(peer, version, state, message, now)
+                return self._uploads.on_want(peer, version, state, message, now)
             case Bitmap(bits=bits, ask=ask):
                 mask = from_bytes(bits)
                 effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
@@ -449,15 +449,3 @@ class Transfer:
     def _tell(self, name: str, peer: PeerState, version: int, state: VersionState, *, ask: bool) -> Send:
         peer.told.add(version)
         return Send(name, Bitmap(version=version, bits=to_bytes(state.have), ask=ask))
-
-    def _on_want(self, peer: PeerState, version: int, state: VersionState, want: Want, now: float) -> Effects:
-        mask = to_mask(want.indices)
-        full = len(want.busy) == MAX_INDICES
-        peer.orders[version] = Order(mask, to_mask(want.busy), want.starved, full)
-        if peer.sending is not None and peer.sending[0] == version:
-            mask &= ~(1 << peer.sending[1])
-        if now - peer.sent_at < CROSSING and not want.starved:
-            mask &= ~peer.just_sent.get(version, 0)  # our shard and its order crossed
-            peer.orders[version].mask = mask
-        unhold(state, peer, version, mask)  # it lacks what it orders, whatever we believed
-        return self._uploads.fill(now)

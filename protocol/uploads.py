@@ -9,10 +9,18 @@ import math
 import random
 from collections.abc import Iterator
 
-from barnraise.protocol.bitmaps import pick
-from barnraise.protocol.transfer_state import CROSSING, PeerState, Stats, TransferConfig, VersionState, unhold
+from barnraise.protocol.bitmaps import pick, to_mask
+from barnraise.protocol.transfer_state import (
+    CROSSING,
+    Order,
+    PeerState,
+    Stats,
+    TransferConfig,
+    VersionState,
+    unhold,
+)
 from barnraise.protocol.tree_effects import Demote, Effects, Send, StartSend, StopSend
-from barnraise.protocol.tree_messages import Unavailable
+from barnraise.protocol.tree_messages import MAX_INDICES, Unavailable, Want
 
 _EXTRA_SLOTS = 2  # for transfers that their receivers hold up
 _GIVE_AT_MOST = 2  # copies of a version over one link: enough for a receiver that loses much
@@ -105,6 +113,19 @@ class Uploads:
             self.uplink.note(len(self._sending), 0, now)
             effects.append(StartSend(name, version, index))
         return effects
+
+    def on_want(self, peer: PeerState, version: int, state: VersionState, want: Want, now: float) -> Effects:
+        """``peer`` has a new standing order with us."""
+        mask = to_mask(want.indices)
+        full = len(want.busy) == MAX_INDICES
+        peer.orders[version] = Order(mask, to_mask(want.busy), want.starved, full)
+        if peer.sending is not None and peer.sending[0] == version:
+            mask &= ~(1 << peer.sending[1])
+        if now - peer.sent_at < CROSSING and not want.starved:
+            mask &= ~peer.just_sent.get(version, 0)  # our shard and its order crossed
+            peer.orders[version].mask = mask
+        unhold(state, peer, version, mask)  # it lacks what it orders, whatever we believed
+        return self.fill(now)
 
     def sent(self, name: str, version: int, index: int, now: float) -> Effects:
         """A shard went out whole."""

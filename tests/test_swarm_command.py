@@ -12,6 +12,7 @@ TREE: dict[str, Any] = {
         {
             "peer": "12D3KooWaaaaaaaa",
             "eager": True,
+            "version": 2,
             "sending": 3,
             "receiving": None,
             "rate_out": 1_500_000,
@@ -45,7 +46,7 @@ def test_a_coordinator_shows_who_has_which_version_and_the_links() -> None:
     shown = texts({**state, "tree": {**TREE, "upload_copies": 1.5}})
     assert "2 here: 1 at version 3, 1 at no version" in shown
     assert "ann ..aaaaaaaa" in shown
-    assert "eager, parent, sending 3; 0 B/s in, 1.5 MB/s out" in shown
+    assert "eager, parent, has version 2, sending 3; 0 B/s in, 1.5 MB/s out" in shown
     assert "limit 1.5 copies" in shown
     assert "..bbbbbbbb: sent a corrupt shard" in shown
     assert summary(state)["nodes"][1]["have_version"] == -1

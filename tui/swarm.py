@@ -130,6 +130,8 @@ def _tree(tree: dict[str, Any], names: dict[Any, str]) -> Iterator[Row]:
             marks.append(str(link["way"]))
         if link.get("peer") == tree.get("parent"):
             marks.append("parent")
+        if link.get("version") is not None:
+            marks.append(f"has version {link['version']}")
         if link.get("sending") is not None:
             marks.append(f"sending {link['sending']}")
         if link.get("receiving") is not None:
