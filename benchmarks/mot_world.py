@@ -13,19 +13,18 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from barnraise.coordinator.corpus_files import open_corpus, read_tokens, shard_path
+from barnraise.coordinator.corpus_files import open_corpus, shard_path
 from barnraise.kernels.block_training import BlockTrainer, Recipe, start_state
 from barnraise.kernels.deltas import DeltaFormat, decode_delta, difference, encode_delta
 from barnraise.kernels.joint_training import JointSchedule, JointTrainer, evaluate
@@ -45,6 +44,8 @@ from barnraise.kernels.mot import (
 )
 from barnraise.kernels.mot_diagnostics import seams
 from barnraise.kernels.outer import outer_step, trimmed_mean
+from barnraise.kernels.token_shards import batches as token_batches
+from barnraise.kernels.token_shards import held_out as held_out_batches
 from barnraise.protocol.corpus import Corpus, sequences
 
 
@@ -102,9 +103,8 @@ def corpus_of(folder: Path) -> Corpus:
     return open_corpus(folder)
 
 
-@lru_cache(maxsize=4096)
-def _shard(folder: Path, digest: bytes) -> np.ndarray[Any, Any]:
-    return read_tokens(corpus_of(folder), shard_path(folder, digest).read_bytes())
+def _get(world: World) -> Callable[[bytes], bytes]:
+    return lambda digest: shard_path(world.corpus, digest).read_bytes()
 
 
 def batches(world: World, seed: int, stream: tuple[int, int], start: int, steps: int) -> list[Tensor]:
@@ -112,24 +112,12 @@ def batches(world: World, seed: int, stream: tuple[int, int], start: int, steps:
     corpus = corpus_of(world.corpus)
     run = hashlib.sha256(f"mot {seed}".encode()).digest()
     places = sequences(corpus, world.sequence, run, *stream, start * world.batch, steps * world.batch)
-    rows = [
-        torch.from_numpy(_shard(world.corpus, corpus.train[shard])[first : first + world.sequence].copy())
-        for shard, first in places
-    ]
-    return [torch.stack(rows[i : i + world.batch]) for i in range(0, len(rows), world.batch)]
+    return list(token_batches(corpus, world.sequence, places, world.batch, _get(world)))
 
 
 def held_out(world: World) -> list[Tensor]:
     """The same held-out sequences for everybody."""
-    corpus = corpus_of(world.corpus)
-    each = corpus.shard_tokens // world.sequence
-    rows = [
-        torch.from_numpy(_shard(world.corpus, digest)[i * world.sequence : (i + 1) * world.sequence].copy())
-        for digest in corpus.held_out
-        for i in range(each)
-    ]
-    rows = rows[:: max(1, len(rows) // world.held_out)][: world.held_out]
-    return [torch.stack(rows[i : i + 16]) for i in range(0, len(rows), 16)]
+    return held_out_batches(corpus_of(world.corpus), world.sequence, world.held_out, _get(world))
 
 
 def _layer_parameters(world: World) -> float:

@@ -22,12 +22,12 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from barnraise.kernels.token_shards import CorpusError
 from barnraise.protocol.corpus import Corpus, corpus_bytes, read_corpus
 from barnraise.protocol.durable import sync_folder
-from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
+from barnraise.protocol.errors import MalformedError, StorageError
 
 DESCRIPTION, TOKENIZER, SHARDS = "corpus.bin", "tokenizer.json", "shards"
 END_OF_TEXT = "<|endoftext|>"
@@ -37,10 +37,6 @@ MAX_DOCUMENT = 64 * 1024 * 1024
 HELD_OUT_SHARE = 0.05
 
 Progress = Callable[[str, float], None]
-
-
-class CorpusError(BarnraiseError):
-    """A corpus cannot be made or read; the text says what to change."""
 
 
 def prepare(
@@ -134,20 +130,6 @@ def check_shards(folder: Path, corpus: Corpus) -> None:
 def shard_path(folder: Path, digest: bytes) -> Path:
     """Where a corpus folder keeps a shard."""
     return folder / SHARDS / digest.hex()
-
-
-def read_tokens(corpus: Corpus, data: bytes) -> npt.NDArray[np.int64]:
-    """A shard's token ids, int64 [shard_tokens].
-
-    Raises:
-        CorpusError: not of a shard's size, or an id is outside the vocabulary.
-    """
-    if len(data) != corpus.width * corpus.shard_tokens:
-        raise CorpusError(f"a corpus shard of {len(data)} bytes, not {corpus.width * corpus.shard_tokens}")
-    ids = np.frombuffer(data, dtype=f"<u{corpus.width}").astype(np.int64)
-    if int(ids.max()) >= corpus.vocabulary:
-        raise CorpusError(f"token {int(ids.max())} is outside the corpus's vocabulary of {corpus.vocabulary}")
-    return ids
 
 
 def documents(path: Path) -> Iterator[str]:

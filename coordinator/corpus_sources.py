@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import httpx
 
-from barnraise.coordinator.corpus_files import CorpusError, Progress
+from barnraise.coordinator.corpus_files import Progress
+from barnraise.kernels.token_shards import CorpusError
 from barnraise.protocol.errors import StorageError
 
 _MAX_ARCHIVE = 64 * 1024 * 1024

@@ -13,16 +13,15 @@ from tokenizers import Tokenizer
 
 from barnraise.coordinator import corpus_files
 from barnraise.coordinator.corpus_files import (
-    CorpusError,
     check_shards,
     is_held_out,
     open_corpus,
     prepare,
-    read_tokens,
     shard_path,
 )
 from barnraise.coordinator.corpus_sources import _unpack_text
-from barnraise.protocol.corpus import Corpus
+from barnraise.kernels.token_shards import CorpusError, batches, held_out, read_tokens
+from barnraise.protocol.corpus import Corpus, sequences
 from barnraise.tui.main import main
 
 WORDS = {"name": "test", "licence": "CC0", "source": "made up"}
@@ -54,8 +53,8 @@ def test_a_corpus_holds_the_text_in_order_and_keeps_held_out_documents_apart(tmp
     folder = tmp_path / "corpus"
     assert open_corpus(folder) == corpus
     check_shards(folder, corpus)
-    for held_out, shards in ((False, corpus.train), (True, corpus.held_out)):
-        wanted = "".join(text + "<|endoftext|>" for text in texts if is_held_out(text) is held_out)
+    for kept, shards in ((False, corpus.train), (True, corpus.held_out)):
+        wanted = "".join(text + "<|endoftext|>" for text in texts if is_held_out(text) is kept)
         found = decoded(folder, shards, corpus)
         assert wanted.startswith(found)
         assert len(found) > len(wanted) / 2
@@ -186,3 +185,19 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "endless.json").write_text(json.dumps(data))
     with pytest.raises(CorpusError, match="end-of-text"):
         prepare([tmp_path / "texts"], tmp_path / "x", **WORDS, tokenizer=tmp_path / "endless.json")
+
+
+def test_batches_are_the_sequences_that_the_stream_names(tmp_path: Path) -> None:
+    corpus, _ = made(tmp_path)
+
+    def get(digest: bytes) -> bytes:
+        return shard_path(tmp_path / "corpus", digest).read_bytes()
+
+    places = sequences(corpus, 8, bytes(32), 0, 1, 0, 7)
+    found = list(batches(corpus, 8, places, 3, get))
+    assert [tuple(batch.shape) for batch in found] == [(3, 8), (3, 8)]
+    shard, first = places[4]
+    assert found[1][1].tolist() == read_tokens(corpus, get(corpus.train[shard]))[first : first + 8].tolist()
+    spare = held_out(corpus, 8, 5, get, batch=2)
+    assert [len(batch) for batch in spare] == [2, 2, 1]
+    assert sum(map(len, held_out(corpus, 8, 10**6, get))) == 4 * len(corpus.held_out)
