@@ -14,10 +14,6 @@ same integers on every device, in every batch shape and order.
 
 The logarithms run in float64 because float32 ones differ by a unit in the last
 place between devices and between the body and the tail of a vectorised loop.
-
-A uniform of 23 bits bounds the noise: it never exceeds ``MAX_GUMBEL``. A token that
-could not win even with that much needs no noise, which spares most of a large
-vocabulary most of the time, and changes no bit of any result.
 """
 
 from __future__ import annotations
@@ -29,19 +25,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-MAX_GUMBEL = 16.63553237915039
-"""The largest noise there is, that of the uniform 1 - 2^-24."""
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 # Rows are taken a few at a time so that Philox's 64-bit intermediates stay in cache.
 _BLOCK_ELEMENTS = 32_768
-_PRUNED_FROM = 1024  # smaller vocabularies cost less whole
-_PROBES = 32  # of the likeliest tokens, which bound a row's best from below
-_SPARSE_COST = 2  # a single entry costs as much noise as this many in a row
-
 _LADDER = tuple(2.0 ** (step / 2) for step in range(-20, 9))
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -107,28 +96,6 @@ def gumbel(seeds: Sequence[int], positions: Tensor, vocab: int) -> Tensor:
     return noise.view(rows, groups * 4)[:, :vocab]
 
 
-def gumbel_at(seeds: Sequence[int], positions: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-    """Single entries of ``gumbel(seeds, positions, ...)``: float32 [M], of the same bits.
-
-    Args:
-        rows, indices: int64 [M], which entries, [row, vocabulary index] each.
-    """
-    low, high = (key.squeeze(1) for key in _keys(seeds, positions.device))
-    place = positions.to(torch.int64)
-    noise = torch.empty(len(rows), dtype=torch.float32, device=positions.device)
-    zero = torch.zeros(1, dtype=torch.int64, device=positions.device)
-    step = max(1, len(rows) if positions.device.type != "cpu" else _BLOCK_ELEMENTS)
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        row, index = rows[part], indices[part]
-        words = philox4x32((index >> 2, place[row], zero, zero), (low[row], high[row]))
-        lane = index & 3
-        odd, upper = (lane & 1).bool(), lane >= 2
-        word = torch.where(upper, torch.where(odd, words[3], words[2]), torch.where(odd, words[1], words[0]))
-        noise[part] = _of_word(word)
-    return noise
-
-
 def _keys(seeds: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high halves of the seeds, int64 [B, 1] each."""
     low = torch.tensor([seed & _MASK for seed in seeds], dtype=torch.int64, device=device)
@@ -150,28 +117,6 @@ def _fused() -> Callable[[Sequence[int], Tensor, int], Tensor] | None:
     except ImportError:
         return None
     return fused
-
-
-def _perturbed(scaled: Tensor, seeds: Sequence[int], positions: Tensor) -> Tensor:
-    """``scaled + gumbel(...)``, [B, V], with -inf wherever a token cannot be a row's best.
-
-    The best of each row, its index and ties with it are as they would be in full.
-    """
-    rows, vocab = scaled.shape
-    if scaled.device.type != "cpu" or vocab <= _PRUNED_FROM:
-        return scaled + gumbel(seeds, positions, vocab)
-    likely = scaled.topk(_PROBES, dim=-1).indices
-    row = torch.arange(rows).repeat_interleave(_PROBES)
-    noise = gumbel_at(seeds, positions, row, likely.flatten()).view(rows, _PROBES)
-    best = (scaled.gather(1, likely) + noise).amax(dim=-1, keepdim=True)
-    # Rounding is monotonous: what cannot reach ``best`` with the largest noise cannot with its own.
-    able = scaled + MAX_GUMBEL >= best
-    row, index = able.nonzero(as_tuple=True)
-    if len(row) * _SPARSE_COST > scaled.numel():
-        return scaled + gumbel(seeds, positions, vocab)
-    result = torch.full_like(scaled, -torch.inf)
-    result[row, index] = scaled[row, index] + gumbel_at(seeds, positions, row, index)
-    return result
 
 
 def truncation_border(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -222,7 +167,7 @@ def draw(
     scaled = logits.float() / temperature
     if top_k or top_p < 1.0:
         scaled = scaled.masked_fill(scaled < truncation_border(scaled, top_k, top_p), -torch.inf)
-    tokens = _perturbed(scaled, seeds, positions.to(scaled.device)).argmax(dim=-1)
+    tokens = (scaled + gumbel(seeds, positions.to(scaled.device), scaled.shape[-1])).argmax(dim=-1)
     chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - scaled.logsumexp(dim=-1)
 
@@ -257,21 +202,19 @@ def margins(
     positions = positions.to(scaled.device)
     index = tokens.unsqueeze(1)
     claimed = scaled.gather(1, index)
-    rows = torch.arange(len(tokens), device=scaled.device)
-    target = claimed + gumbel_at(seeds, positions, rows, tokens).unsqueeze(1)
+    perturbed = scaled + gumbel(seeds, positions, scaled.shape[-1])
+    target = perturbed.gather(1, index)
     if not top_k and top_p >= 1.0:
-        margin = _perturbed(scaled, seeds, positions).amax(dim=-1, keepdim=True) - target
-        return margin.clamp(min=0.0).squeeze(1), (claimed - scaled.logsumexp(-1, keepdim=True)).squeeze(1)
+        margin = perturbed.amax(dim=-1, keepdim=True) - target
+        return margin.squeeze(1), (claimed - scaled.logsumexp(-1, keepdim=True)).squeeze(1)
     border = truncation_border(scaled, top_k, top_p)
     kept = scaled >= border
-    best = _perturbed(scaled.masked_fill(~kept, -torch.inf), seeds, positions).amax(dim=-1, keepdim=True)
+    best = perturbed.masked_fill(~kept, -torch.inf).amax(dim=-1, keepdim=True)
     margin = (best - target).clamp(min=0.0).masked_fill(claimed < border, torch.inf).squeeze(1)
     total = scaled.masked_fill(~kept.scatter(1, index, True), -torch.inf).logsumexp(dim=-1, keepdim=True)
     open_ = margin.nonzero().squeeze(1)  # usually few
     if len(open_):
-        some = [seeds[row] for row in open_.tolist()]
-        perturbed = scaled[open_] + gumbel(some, positions[open_], scaled.shape[-1])
-        margin[open_] = _explained(scaled[open_], perturbed, index[open_], top_k, top_p)
+        margin[open_] = _explained(scaled[open_], perturbed[open_], index[open_], top_k, top_p)
     return margin, (claimed - total).squeeze(1)
 
 

@@ -23,7 +23,8 @@ for vocab in (1, 30, 4099, 20_001):
     groups = (vocab + 3) // 4
     keys = torch.tensor([[s & 0xFFFFFFFF, s >> 32] for s in seeds])
     zero = torch.zeros(1, 1, dtype=torch.int64)
-    words = philox4x32((torch.arange(groups)[None], positions[:, None], zero, zero), (keys[:, :1], keys[:, 1:]))
+    counter = (torch.arange(groups)[None], positions[:, None], zero, zero)
+    words = philox4x32(counter, (keys[:, :1], keys[:, 1:]))
     expected = torch.stack(words, dim=-1).view(4, groups * 4)[:, :vocab] >> 9
     assert torch.equal(uniform_integers(seeds, positions, vocab).long(), expected), vocab
     noise, reference = fused(seeds, positions, vocab), gumbel(seeds, positions, vocab)
