@@ -1,0 +1,419 @@
+"""The learner's part of Mixture of Training: scaffold, rounds, recombination and adaptation.
+
+Synchronous; the learner child wraps it. Every version becomes a checkpoint folder
+(``barnraise.coordinator.checkpoints``) whose weight files are the manifest's parts:
+
+    v000000 .. v<rounds>   model-00001-of-000NN (scaffold), one file per block; outer.safetensors (momentum)
+    v<rounds + 1>          model.safetensors: the recombined, adapted model
+
+Scaffold and adaptation take minutes to weeks: their training state is saved every
+``SAVE_EVERY_S`` in ``RUN/scaffold`` and ``RUN/adaptation``, and taken up again.
+Numbers for the report go to ``RUN/pretrain.jsonl``, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from barnraise.coordinator import checkpoints
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob, corpus_folder
+from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.corpus_files import open_corpus, shard_path
+from barnraise.coordinator.workers import Trained, WorkerSetup, checkpoint_folder
+from barnraise.kernels.deltas import decode_delta
+from barnraise.kernels.joint_training import JointSchedule, JointTrainer, evaluate
+from barnraise.kernels.models import DTYPES, build_model, read_config, save_tensors, save_weights
+from barnraise.kernels.mot import (
+    Scaffold,
+    Tensors,
+    first_block,
+    join_model,
+    layer_count,
+    make_cut,
+    recombine,
+    scaffold_config,
+    split_scaffold,
+)
+from barnraise.kernels.mot_diagnostics import seams
+from barnraise.kernels.outer import outer_step, trimmed_mean
+from barnraise.kernels.token_shards import batches, held_out
+from barnraise.protocol.corpus import corpus_digest, sequences
+from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.pretrain import JointRecipe, PretrainSpec, part_name
+
+log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 60.0
+OUTER_FILE = "outer.safetensors"
+REPORT_FILE = "pretrain.jsonl"
+IMPORTED_SCAFFOLD = "scaffold.safetensors"  # in the run folder, where the run spec names one by its hash
+NOT_EVALUATED = -1.0
+
+Report = Callable[[str, float], None]  # subject, fraction done
+
+
+class BlockStages:
+    """Makes the versions of a run's block stage, each from the one before. One caller at a time."""
+
+    def __init__(self, setup: WorkerSetup, report: Report = lambda subject, fraction: None) -> None:
+        """Read config and corpus.
+
+        Raises:
+            RunFolderError: the run has no block stage, or its corpus is not the one that the spec names.
+            ModelError, CorpusError: the model's config or the corpus cannot be used.
+        """
+        if setup.spec.pretrain is None:
+            raise RunFolderError("this run does not pretrain")
+        self.spec: PretrainSpec = setup.spec.pretrain
+        self.folder = Path(setup.folder)
+        self._run = setup
+        self._say = report
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._compute = DTYPES[setup.spec.model.compute_dtype]
+        self.config = read_config(checkpoint_folder(self.folder, 0))
+        self.cut = make_cut(layer_count(self.config), self.spec.blocks, self.spec.scaffold_layers)
+        self.corpus = open_corpus(corpus_folder(self.folder))
+        if corpus_digest(self.corpus) != self.spec.corpus:
+            raise RunFolderError(f"{corpus_folder(self.folder)} is not the corpus that the run spec names")
+        checkpoints.discard_leftovers(self.folder)
+
+    # --- version 0
+
+    def initial(self) -> Trained:
+        """Train or import the scaffold, and write it with the blocks' first weights as version 0.
+
+        Raises:
+            RunFolderError: the scaffold to import is missing or another one.
+            StorageError: the disk refused.
+        """
+        known = checkpoints.read_record(self.folder, 0)
+        if known is not None:
+            return known.trained
+        folder = checkpoint_folder(self.folder, 0)
+        scaffold = self._scaffold_model()
+        save_weights(scaffold, folder / part_name(self.spec, 0), "float32")
+        frame = split_scaffold(scaffold, self.cut)
+        for block in range(self.spec.blocks):
+            seed = int.from_bytes(self._key(f"block {block}")[:4], "big")
+            state = first_block(self.config, self.cut, frame, block, self.spec.init, seed)
+            save_tensors(_plain(state), folder / part_name(self.spec, block + 1))
+        trained = Trained(version=0, weights="", stats=None, accuracy=NOT_EVALUATED)
+        checkpoints.write_record(folder, Record(version=0, step=0, trained=trained))
+        shutil.rmtree(self.folder / "scaffold", ignore_errors=True)
+        return trained
+
+    def _scaffold_model(self) -> nn.Module:
+        config = scaffold_config(self.config, self.cut)
+        if self.spec.scaffold is not None:
+            return self._imported(config, self.spec.scaffold)
+        model = build_model(config, torch.float32, int.from_bytes(self._key("scaffold")[:4], "big"))
+        losses, seconds = self._joint(model, self.spec.scaffold_recipe, "scaffold")
+        held = self.held_out_loss(model)
+        self.note(
+            stage="scaffold",
+            losses=_thinned(losses),
+            loss=held,
+            perplexity=math.exp(min(held, 50.0)),
+            seconds=seconds,
+            tokens=self._tokens(self.spec.scaffold_recipe),
+            parameters=sum(p.numel() for p in model.parameters()),
+            layers=layer_count(config),
+        )
+        return model
+
+    def _imported(self, config: Any, digest: bytes) -> nn.Module:
+        path = self.folder / IMPORTED_SCAFFOLD
+        try:
+            with path.open("rb") as file:
+                found = _digest(file)
+            if found != digest:
+                raise RunFolderError(f"{path} is not the scaffold that the run spec names")
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(
+                f"{path}, the scaffold of an earlier run, cannot be read: {error}"
+            ) from error
+        model = _filled(config, tensors, path)
+        held = self.held_out_loss(model)
+        self.note(stage="scaffold", imported=digest.hex(), loss=held, perplexity=math.exp(min(held, 50.0)))
+        return model
+
+    # --- rounds
+
+    def round(self, job: RoundJob) -> Trained:
+        """Add a round's differences up and write the next version.
+
+        Raises:
+            RunFolderError: the version before is missing or damaged.
+            ModelError: a difference that was verified cannot be read any more.
+            StorageError: the disk refused; the version before is intact.
+        """
+        known = checkpoints.read_record(self.folder, job.version)
+        if known is not None:
+            return known.trained
+        started = time.monotonic()
+        before = checkpoint_folder(self.folder, job.version - 1)
+        frame = self.scaffold(job.version - 1)
+        old_speed = _load(before / OUTER_FILE) if (before / OUTER_FILE).is_file() else {}
+        blocks: list[Tensors] = []
+        speed: Tensors = {}
+        losses = []
+        for block in range(self.spec.blocks):
+            weights = _load(before / part_name(self.spec, block + 1))
+            deltas = [
+                decode_delta((self.folder / item.delta).read_bytes(), self.spec.delta, weights)
+                for item in job.contributions
+                if item.block == block
+            ]
+            momentum = {name: old_speed[f"{block}.{name}"] for name in weights} if old_speed else None
+            mean = trimmed_mean(deltas, self.spec.trim)
+            after, moved = outer_step(weights, mean, momentum, self.spec.outer_rate, self.spec.outer_momentum)
+            blocks.append(after)
+            speed |= {f"{block}.{name}": value for name, value in moved.items()}
+            losses.append(self.block_loss(frame, block, after))
+        trained = Trained(version=job.version, weights="", stats=None, accuracy=NOT_EVALUATED)
+
+        def write(folder: Path) -> None:
+            _link(before / part_name(self.spec, 0), folder / part_name(self.spec, 0))
+            for block, state in enumerate(blocks):
+                save_tensors(_plain(state), folder / part_name(self.spec, block + 1))
+            save_tensors(_plain(speed), folder / OUTER_FILE)
+
+        checkpoints.save_checkpoint(self.folder, Record(version=job.version, step=0, trained=trained), write)
+        self.note(
+            stage="round",
+            version=job.version,
+            block_losses=losses,
+            contributions=[[item.block, item.slot] for item in job.contributions],
+            seconds=time.monotonic() - started,
+        )
+        return trained
+
+    # --- recombination
+
+    def recombine(self, job: RecombineJob) -> Trained:
+        """Stack the blocks, measure them cold, adapt end to end, and write the model.
+
+        Raises:
+            RunFolderError: the version before is missing or damaged.
+            StorageError: the disk refused; the version before is intact.
+        """
+        known = checkpoints.read_record(self.folder, job.version)
+        if known is not None:
+            return known.trained
+        before = job.version - 1
+        frame = self.scaffold(before)
+        model = recombine(self.config, self.cut, frame.shared, list(self.blocks(before))).to(self._device)
+        reference = self._scaffold_of(frame).to(self._device)
+        probe = self._held_out()[:2]
+        cold = self.held_out_loss(model)
+        seams_cold = [asdict(seam) for seam in seams(model, reference, self.cut, probe)]
+        losses, seconds = self._joint(model, self.spec.adapt, "adaptation")
+        adapted = self.held_out_loss(model)
+        self.note(
+            stage="adaptation",
+            version=job.version,
+            cold=cold,
+            adapted=adapted,
+            cold_perplexity=math.exp(min(cold, 50.0)),
+            adapted_perplexity=math.exp(min(adapted, 50.0)),
+            seams_cold=seams_cold,
+            seams_adapted=[asdict(seam) for seam in seams(model, reference, self.cut, probe)],
+            losses=_thinned(losses),
+            seconds=seconds,
+            tokens=self._tokens(self.spec.adapt),
+            parameters=sum(p.numel() for p in model.parameters()),
+        )
+        trained = Trained(
+            version=job.version, weights=checkpoints.WEIGHTS_FILE, stats=None, accuracy=NOT_EVALUATED
+        )
+        dtype = self._run.spec.model.weights_dtype
+
+        def write(folder: Path) -> None:
+            save_weights(model, folder / checkpoints.WEIGHTS_FILE, dtype)
+            if dtype != "float32":
+                save_weights(model, folder / checkpoints.MASTER_FILE, "float32")
+
+        checkpoints.save_checkpoint(self.folder, Record(version=job.version, step=0, trained=trained), write)
+        shutil.rmtree(self.folder / "adaptation", ignore_errors=True)
+        weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
+        return Trained(version=job.version, weights=weights, stats=None, accuracy=NOT_EVALUATED)
+
+    # --- reading a version
+
+    def scaffold(self, version: int) -> Scaffold:
+        """The scaffold as a version's first part holds it. Raises RunFolderError if it is damaged."""
+        path = checkpoint_folder(self.folder, version) / part_name(self.spec, 0)
+        model = _filled(scaffold_config(self.config, self.cut), _load(path), path)
+        return split_scaffold(model, self.cut)
+
+    def blocks(self, version: int) -> tuple[Tensors, ...]:
+        """Every block's weights at a version. Raises RunFolderError if one is damaged."""
+        folder = checkpoint_folder(self.folder, version)
+        return tuple(_load(folder / part_name(self.spec, block + 1)) for block in range(self.spec.blocks))
+
+    def block_loss(self, frame: Scaffold, block: int, state: Tensors) -> float:
+        """Held-out loss (nats per token) of a block inside the scaffold."""
+        from barnraise.kernels.mot import scaffolded
+
+        return self.held_out_loss(scaffolded(self.config, self.cut, frame, block, state))
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Held-out loss (nats per token) of a whole model."""
+        return evaluate(model.to(self._device), self._held_out(), self._compute)
+
+    # --- inside
+
+    def _joint(self, model: nn.Module, recipe: JointRecipe, name: str) -> tuple[list[float], float]:
+        """Train to the schedule's end, from the last saved state if there is one: losses, seconds."""
+        if recipe.steps == 0:
+            return [], 0.0
+        trainer = JointTrainer(model.to(self._device), _schedule(recipe), self._compute)
+        folder = self.folder / name
+        losses, seconds = _resume(trainer, folder)
+        places = sequences(
+            self.corpus,
+            self.spec.sequence,
+            self._key(name),
+            0,
+            1,
+            trainer.step * recipe.batch,
+            (recipe.steps - trainer.step) * recipe.batch,
+        )
+        started = time.monotonic()
+        saved = started
+
+        def on_step(step: int, loss: float) -> None:
+            nonlocal saved
+            losses.append(loss)
+            self._say(
+                f"{name}: step {step + 1} of {recipe.steps}, loss {loss:.3f}", (step + 1) / recipe.steps
+            )
+            if time.monotonic() - saved >= SAVE_EVERY_S:
+                due.append(step)
+
+        due: list[int] = []
+        for batch in batches(self.corpus, self.spec.sequence, places, recipe.batch, self._shard):
+            trainer.train([batch], on_step)
+            if due:  # between two steps, when the state is whole
+                due.clear()
+                saved = time.monotonic()
+                _save(trainer, folder, losses, seconds + saved - started)
+        return losses, seconds + time.monotonic() - started
+
+    def _scaffold_of(self, frame: Scaffold) -> nn.Module:
+        return join_model(scaffold_config(self.config, self.cut), frame.shared, list(frame.slices))
+
+    def _shard(self, digest: bytes) -> bytes:
+        try:
+            return shard_path(corpus_folder(self.folder), digest).read_bytes()
+        except OSError as error:
+            raise RunFolderError(f"a shard of the corpus cannot be read: {error}; restore it") from error
+
+    def _held_out(self) -> list[Tensor]:
+        return held_out(self.corpus, self.spec.sequence, self.spec.held_out, self._shard)
+
+    def _tokens(self, recipe: JointRecipe) -> int:
+        return recipe.steps * recipe.batch * self.spec.sequence
+
+    def _key(self, name: str) -> bytes:
+        return sha256(b"barnraise/1/stage\0" + self._run.run_id + name.encode()).digest()
+
+    def note(self, **fields: Any) -> None:
+        """Append one line for the report."""
+        with (self.folder / REPORT_FILE).open("a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
+def _schedule(recipe: JointRecipe) -> JointSchedule:
+    return JointSchedule(
+        steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
+        warmup_fraction=recipe.warmup_fraction,
+        floor=recipe.floor,
+        weight_decay=recipe.weight_decay,
+        clip=recipe.clip,
+    )
+
+
+def _resume(trainer: JointTrainer, folder: Path) -> tuple[list[float], float]:
+    state = folder / "state.json"
+    if not state.is_file():
+        return [], 0.0
+    try:
+        known = json.loads(state.read_text())
+        trainer.restore(load_file(folder / known["tensors"]), int(known["step"]))
+        return list(known["losses"]), float(known["seconds"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise RunFolderError(f"{folder} is damaged ({error}): remove it to train that stage anew") from error
+
+
+def _save(trainer: JointTrainer, folder: Path, losses: list[float], seconds: float) -> None:
+    """Tensors first under a new name, then the record that names them: a kill leaves the one before."""
+    folder.mkdir(exist_ok=True)
+    name = f"step-{trainer.step:08d}.safetensors"
+    save_tensors(_plain(trainer.tensors()), folder / name)
+    temporary = folder / ".state.json"
+    with temporary.open("w") as file:
+        json.dump({"step": trainer.step, "tensors": name, "losses": losses, "seconds": seconds}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / "state.json")
+    for path in folder.glob("step-*.safetensors"):
+        if path.name != name:
+            path.unlink()
+
+
+def _filled(config: Any, tensors: Tensors, where: Path) -> nn.Module:
+    model = build_model(config, torch.float32)
+    own = dict(model.named_parameters())
+    if own.keys() != tensors.keys() or any(own[key].shape != tensors[key].shape for key in own):
+        raise RunFolderError(f"{where} does not hold the scaffold of this run's model")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    return model
+
+
+def _load(path: Path) -> Tensors:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}; restore it from a backup") from error
+
+
+def _plain(tensors: Tensors) -> Tensors:
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _digest(file: Any) -> bytes:
+    import hashlib
+
+    return hashlib.file_digest(file, "sha256").digest()
+
+
+def _thinned(losses: list[float]) -> list[float]:
+    """At most 512 of them, evenly: what a curve needs."""
+    return losses[:: max(1, len(losses) // 512)]
