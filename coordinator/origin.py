@@ -54,6 +54,7 @@ class Origin:
         if copies and copies < LEAST_COPIES:
             raise ValueError(f"{copies:g} upload copies: use 0 for no limit, or at least {LEAST_COPIES:g}")
         self.copies = copies
+        self._newest = -1
         self.reports: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTS)
         self.gossiper = Gossiper(
             network,
@@ -72,6 +73,7 @@ class Origin:
 
     def publish(self, signed: Signed, manifest: Manifest) -> None:
         """Let a version, whose shards are in the store, into the tree."""
+        self._newest = max(self._newest, manifest.version)
         self.gossiper.lists.hold(manifest)
         self.gossiper.publish(signed, manifest)
 
@@ -89,6 +91,8 @@ class Origin:
         return {**shown, "upload_copies": self.copies, "reports": list(self.reports)}
 
     def _surprised(self, signed: Signed, manifest: Manifest) -> None:
+        if manifest.version <= self._newest:
+            return  # one of ours, older than what is still served
         log.warning(
             "a node holds version %d, signed with the run's key, of which this coordinator knows nothing: "
             "was the run folder restored from an older copy?",
