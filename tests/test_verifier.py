@@ -598,3 +598,29 @@ async def test_a_child_that_cannot_be_set_up_says_why(setup: WorkerSetup, tmp_pa
 
 def _brief(results: tuple[Judged, ...]) -> list[tuple[str, tuple[float, ...], int]]:
     return [(result.verdict.check, result.rewards, result.tokens) for result in results]
+
+
+# --- what the audit policy spares
+
+
+def test_spared_work_is_rewarded_as_ever_and_only_the_models_checks_are_left_out(setup: WorkerSetup) -> None:
+    job = _honest(setup, 60)
+    spared = structs.replace(job, model_check=False)
+    full, short = Judge(setup).judge([job]), Judge(setup).judge([spared])
+    assert (short[0].verdict.accepted, short[0].verdict.check) == (True, "unaudited")
+    assert (short[0].rewards, short[0].tokens) == (full[0].rewards, full[0].tokens)
+    lease = _lease(61)
+    wrong = structs.replace(_job(lease, _rollouts(_draw(setup, _lease(62)))), model_check=False)
+    assert _check(setup, wrong) == "unaudited"  # nobody looked: that is what being spared means
+
+
+def test_spared_work_still_needs_its_form(setup: WorkerSetup) -> None:
+    lease = _lease(63)
+    rollouts = _rollouts(_draw(setup, lease))
+    for changed, check in (
+        (structs.replace(rollouts[0], proofs=rollouts[0].proofs[:-2]), "proof-length"),
+        (structs.replace(rollouts[0], tokens=rollouts[0].tokens[:-1]), "token-bytes"),
+        (structs.replace(rollouts[0], logprobs=b""), "logprob-count"),
+    ):
+        job = structs.replace(_job(lease, [changed, *rollouts[1:]]), model_check=False)
+        assert _check(setup, job) == check
