@@ -50,7 +50,7 @@ def default_verify_spec(compute_dtype: Dtype = "float32") -> VerifySpec:
     Draws and log-probabilities: whatever the run computes in, an honest engine may compute
     in bfloat16 and this verifier in float32 or the other way about. The bounds cover that
     on every model measured, with room for other hardware: see docs/verification.md,
-    "Seeded sampling", and ``benchmarks/calibrate_sampling.py``, which derives them.
+    "Seeded sampling" (``benchmarks/calibrate_sampling.py`` measures them anew).
     Nine limits at 1e-7 each stay below 1e-6 per submission.
 
     ``eos_min_probability`` is tiny because the seeded draw proves the end already: an
