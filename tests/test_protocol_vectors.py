@@ -62,11 +62,17 @@ SIGNED = (
     messages.TreeHead,
     spec.RunSpec,
 )
-SPECS = tuple(
-    info.type.cls  # type: ignore[attr-defined]
-    for info in inspect.type_info(spec.RunSpec).fields  # type: ignore[attr-defined]
-    if isinstance(info.type, inspect.StructType)
-) + (pretrain.PretrainSpec, pretrain.BlockRecipe, pretrain.JointRecipe, pretrain.BlockTolerance)
+SPECS = (
+    *(
+        info.type.cls  # type: ignore[attr-defined]
+        for info in inspect.type_info(spec.RunSpec).fields  # type: ignore[attr-defined]
+        if isinstance(info.type, inspect.StructType)
+    ),
+    pretrain.PretrainSpec,
+    pretrain.BlockRecipe,
+    pretrain.JointRecipe,
+    pretrain.BlockTolerance,
+)
 ENTRIES: tuple[type[messages.Message], ...] = ledger.LedgerEntry.__args__  # type: ignore[attr-defined]
 
 
