@@ -96,7 +96,12 @@ def resample_until_rewarded(stage: Stage, me: Identity, rng: Random) -> Outcome:
     return _hand_in(stage, me, lease, _best_of(stage, lease, rng, 12))
 
 
-@attack("one rollout in a submission drawn again for a better reward", "sampling-")
+@attack(
+    "one rollout in a submission drawn again for a better reward",
+    "sampling-",
+    least=0.0,
+    limits=ROUNDING,
+)
 def one_rollout_resampled(stage: Stage, me: Identity, rng: Random) -> Outcome:
     lease = stage.lend(me)
     chosen = _tokens(stage, lease)
