@@ -8,8 +8,10 @@ gets it again where that is possible (its residual and its shards are there alre
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from barnraise.coordinator.audit import ban_text, is_banned
 from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.events import Event, LeaseClosed, LeaseTimedOut
 from barnraise.coordinator.scheduler import BUSY_RETRY_MS, MAX_RETRY_MS, Resend, Wait, why_quiet
@@ -41,6 +43,8 @@ def decide_block_lease(
 ) -> BlockGrant | Resend | Wait:
     """Answer a lease request of ``node``, whose process is ``instance`` and holds ``policy_version``."""
     blocks = state.blocks
+    if is_banned(node, now_ms):
+        return Wait(ban_text(node), min(node.banned_until - now_ms, MAX_RETRY_MS))
     if state.head < 0:
         return Wait("the scaffold is not published yet", BUSY_RETRY_MS)
     if policy_version != state.head:
@@ -119,11 +123,13 @@ def round_ends(state: State, spec: PretrainSpec) -> int:
     return state.blocks.opened_at + round(spec.round_s * 1000)
 
 
-def expired(state: State, now_ms: int) -> list[Event]:
-    """Timeouts and deadlines of block leases that have passed, as events."""
+def expired(
+    state: State, now_ms: int, spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False
+) -> list[Event]:
+    """Timeouts and deadlines of block leases that have passed, as events; ``spared`` ones outlive theirs."""
     events: list[Event] = []
     for lease_id, hold in state.blocks.leases.items():
-        if hold.terms.deadline_at <= now_ms:
+        if hold.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
         elif hold.terms.timeout_at <= now_ms and not hold.timed_out:
             events.append(LeaseTimedOut(lease_id=lease_id, at_ms=now_ms))

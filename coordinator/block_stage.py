@@ -28,33 +28,32 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from barnraise.coordinator import checkpoints
-from barnraise.coordinator.block_workers import RecombineJob, RoundJob, corpus_folder
+from barnraise.coordinator.block_reading import BlockReader, filled, load_part
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob
 from barnraise.coordinator.checkpoints import Record
-from barnraise.coordinator.corpus_files import open_corpus, shard_path
 from barnraise.coordinator.workers import Trained, WorkerSetup, checkpoint_folder
 from barnraise.kernels.deltas import decode_delta
-from barnraise.kernels.joint_training import JointSchedule, JointTrainer, evaluate
-from barnraise.kernels.models import DTYPES, build_model, read_config, save_tensors, save_weights
+from barnraise.kernels.joint_training import JointSchedule, JointTrainer
+from barnraise.kernels.models import build_model, save_tensors, save_weights
 from barnraise.kernels.mot import (
     Scaffold,
     Tensors,
     first_block,
     join_model,
     layer_count,
-    make_cut,
     recombine,
     scaffold_config,
     split_scaffold,
 )
 from barnraise.kernels.mot_diagnostics import seams
 from barnraise.kernels.outer import outer_step, trimmed_mean
-from barnraise.kernels.token_shards import batches, held_out
-from barnraise.protocol.corpus import corpus_digest, sequences
+from barnraise.kernels.token_shards import batches
+from barnraise.protocol.corpus import sequences
 from barnraise.protocol.errors import RunFolderError
-from barnraise.protocol.pretrain import JointRecipe, PretrainSpec, part_name
+from barnraise.protocol.pretrain import JointRecipe, part_name
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ NOT_EVALUATED = -1.0
 Report = Callable[[str, float], None]  # subject, fraction done
 
 
-class BlockStages:
+class BlockStages(BlockReader):
     """Makes the versions of a run's block stage, each from the one before. One caller at a time."""
 
     def __init__(self, setup: WorkerSetup, report: Report = lambda subject, fraction: None) -> None:
@@ -77,19 +76,9 @@ class BlockStages:
             RunFolderError: the run has no block stage, or its corpus is not the one that the spec names.
             ModelError, CorpusError: the model's config or the corpus cannot be used.
         """
-        if setup.spec.pretrain is None:
-            raise RunFolderError("this run does not pretrain")
-        self.spec: PretrainSpec = setup.spec.pretrain
-        self.folder = Path(setup.folder)
+        super().__init__(setup)
         self._run = setup
         self._say = report
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._compute = DTYPES[setup.spec.model.compute_dtype]
-        self.config = read_config(checkpoint_folder(self.folder, 0))
-        self.cut = make_cut(layer_count(self.config), self.spec.blocks, self.spec.scaffold_layers)
-        self.corpus = open_corpus(corpus_folder(self.folder))
-        if corpus_digest(self.corpus) != self.spec.corpus:
-            raise RunFolderError(f"{corpus_folder(self.folder)} is not the corpus that the run spec names")
         checkpoints.discard_leftovers(self.folder)
 
     # --- version 0
@@ -148,7 +137,7 @@ class BlockStages:
             raise RunFolderError(
                 f"{path}, the scaffold of an earlier run, cannot be read: {error}"
             ) from error
-        model = _filled(config, tensors, path)
+        model = filled(config, tensors, path)
         held = self.held_out_loss(model)
         self.note(stage="scaffold", imported=digest.hex(), loss=held, perplexity=math.exp(min(held, 50.0)))
         return model
@@ -169,12 +158,12 @@ class BlockStages:
         started = time.monotonic()
         before = checkpoint_folder(self.folder, job.version - 1)
         frame = self.scaffold(job.version - 1)
-        old_speed = _load(before / OUTER_FILE) if (before / OUTER_FILE).is_file() else {}
+        old_speed = load_part(before / OUTER_FILE) if (before / OUTER_FILE).is_file() else {}
         blocks: list[Tensors] = []
         speed: Tensors = {}
         losses = []
         for block in range(self.spec.blocks):
-            weights = _load(before / part_name(self.spec, block + 1))
+            weights = load_part(before / part_name(self.spec, block + 1))
             deltas = [
                 decode_delta((self.folder / item.delta).read_bytes(), self.spec.delta, weights)
                 for item in job.contributions
@@ -220,7 +209,7 @@ class BlockStages:
         frame = self.scaffold(before)
         model = recombine(self.config, self.cut, frame.shared, list(self.blocks(before))).to(self._device)
         reference = self._scaffold_of(frame).to(self._device)
-        probe = self._held_out()[:2]
+        probe = self.held_out()[:2]
         cold = self.held_out_loss(model)
         seams_cold = [asdict(seam) for seam in seams(model, reference, self.cut, probe)]
         losses, seconds = self._joint(model, self.spec.adapt, "adaptation")
@@ -254,29 +243,6 @@ class BlockStages:
         weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
         return Trained(version=job.version, weights=weights, stats=None, accuracy=NOT_EVALUATED)
 
-    # --- reading a version
-
-    def scaffold(self, version: int) -> Scaffold:
-        """The scaffold as a version's first part holds it. Raises RunFolderError if it is damaged."""
-        path = checkpoint_folder(self.folder, version) / part_name(self.spec, 0)
-        model = _filled(scaffold_config(self.config, self.cut), _load(path), path)
-        return split_scaffold(model, self.cut)
-
-    def blocks(self, version: int) -> tuple[Tensors, ...]:
-        """Every block's weights at a version. Raises RunFolderError if one is damaged."""
-        folder = checkpoint_folder(self.folder, version)
-        return tuple(_load(folder / part_name(self.spec, block + 1)) for block in range(self.spec.blocks))
-
-    def block_loss(self, frame: Scaffold, block: int, state: Tensors) -> float:
-        """Held-out loss (nats per token) of a block inside the scaffold."""
-        from barnraise.kernels.mot import scaffolded
-
-        return self.held_out_loss(scaffolded(self.config, self.cut, frame, block, state))
-
-    def held_out_loss(self, model: nn.Module) -> float:
-        """Held-out loss (nats per token) of a whole model."""
-        return evaluate(model.to(self._device), self._held_out(), self._compute)
-
     # --- inside
 
     def _joint(self, model: nn.Module, recipe: JointRecipe, name: str) -> tuple[list[float], float]:
@@ -308,7 +274,7 @@ class BlockStages:
                 due.append(step)
 
         due: list[int] = []
-        for batch in batches(self.corpus, self.spec.sequence, places, recipe.batch, self._shard):
+        for batch in batches(self.corpus, self.spec.sequence, places, recipe.batch, self.shard):
             trainer.train([batch], on_step)
             if due:  # between two steps, when the state is whole
                 due.clear()
@@ -318,15 +284,6 @@ class BlockStages:
 
     def _scaffold_of(self, frame: Scaffold) -> nn.Module:
         return join_model(scaffold_config(self.config, self.cut), frame.shared, list(frame.slices))
-
-    def _shard(self, digest: bytes) -> bytes:
-        try:
-            return shard_path(corpus_folder(self.folder), digest).read_bytes()
-        except OSError as error:
-            raise RunFolderError(f"a shard of the corpus cannot be read: {error}; restore it") from error
-
-    def _held_out(self) -> list[Tensor]:
-        return held_out(self.corpus, self.spec.sequence, self.spec.held_out, self._shard)
 
     def _tokens(self, recipe: JointRecipe) -> int:
         return recipe.steps * recipe.batch * self.spec.sequence
@@ -377,24 +334,6 @@ def _save(trainer: JointTrainer, folder: Path, losses: list[float], seconds: flo
     for path in folder.glob("step-*.safetensors"):
         if path.name != name:
             path.unlink()
-
-
-def _filled(config: Any, tensors: Tensors, where: Path) -> nn.Module:
-    model = build_model(config, torch.float32)
-    own = dict(model.named_parameters())
-    if own.keys() != tensors.keys() or any(own[key].shape != tensors[key].shape for key in own):
-        raise RunFolderError(f"{where} does not hold the scaffold of this run's model")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
-    return model
-
-
-def _load(path: Path) -> Tensors:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
 
 def _plain(tensors: Tensors) -> Tensors:

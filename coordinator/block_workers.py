@@ -7,12 +7,13 @@ Paths are relative to the run folder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from msgspec import Struct
 
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.pretrain import BlockLease, BlockSubmission
+
+DELTA_FILE = "delta.safetensors"
 
 
 class Contribution(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,13 @@ class RecombineJob(Struct, frozen=True, kw_only=True, tag=True):
     version: int
 
 
+class StageProgress(Struct, frozen=True, kw_only=True, tag=True):
+    """How far the learner is with a job of the block stage, in words, and as a share of it."""
+
+    subject: str
+    fraction: float
+
+
 class BlockVerifyJob(Struct, frozen=True, kw_only=True, tag=True):
     """One stored block submission, its fetched files, and the segment to do again.
 
@@ -63,17 +71,6 @@ class BlockResult(Struct, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
     tokens: int
     parameters: int
-
-
-class BlockVerifier(Protocol):
-    """Judges block units against the version that their lease names; the verifier's other half."""
-
-    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
-        """Judge one unit.
-
-        Raises:
-            ChildError: the verifier died and could not be restarted.
-        """
 
 
 def unit_folder(run_folder: Path, submission_id: bytes) -> Path:

@@ -10,12 +10,14 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import trio
 
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.appeals import check_appeal, check_submission, open_receipt
 from barnraise.coordinator.audit import is_banned, offence_events
+from barnraise.coordinator.block_desk import BlockDesk
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.events import (
     AppealFiled,
@@ -29,7 +31,7 @@ from barnraise.coordinator.events import (
 from barnraise.coordinator.hub import MAX_REPORTS_OF_ONE, Hub, Live
 from barnraise.coordinator.journal import Payload
 from barnraise.coordinator.standing import check_not_banned, tell_standing
-from barnraise.coordinator.state import Node
+from barnraise.coordinator.state import Lease, Node
 from barnraise.coordinator.submissions import (
     TurnedAway,
     check_lease,
@@ -62,6 +64,7 @@ from barnraise.protocol.messages import (
     SubmitRequest,
 )
 from barnraise.protocol.network import Stream
+from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.session import Intake, ServerSession
 from barnraise.protocol.wire import printable
 
@@ -85,7 +88,9 @@ class Sessions:
         rng: random.Random,
         *,
         leases_per_node: int = scheduler.LEASES_PER_NODE,
+        run_folder: Path | None = None,
     ) -> None:
+        """``run_folder``: for the block stage of a run that has one."""
         self._core = core
         self._hub = hub
         self._signed_spec = signed_spec
@@ -93,6 +98,9 @@ class Sessions:
         self._leases_per_node = leases_per_node
         self._intake = Intake()
         self.turned_away = TurnedAway()
+        self._desk: BlockDesk | None = None
+        if core.spec.pretrain is not None and run_folder is not None:
+            self._desk = BlockDesk(core, core.spec.pretrain, run_folder, rng, self.turned_away)
         self._ending, self._to_end = trio.open_memory_channel[tuple[Live, str]](math.inf)
 
     async def serve(self, stream: Stream) -> None:
@@ -215,8 +223,12 @@ class Sessions:
         return node
 
     async def _lease(self, live: Live, message: LeaseRequest) -> Message:
-        core = self._core
+        core, desk = self._core, self._desk
         node, now, spec = self._node(live), core.now_ms(), core.spec.rollout
+        if desk is not None and desk.in_blocks():
+            return await desk.lease(live, node, message)
+        if desk is not None and (early := desk.too_early(message)) is not None:
+            return early
         decision = scheduler.decide_lease(
             core.state, spec, node, live.instance, message.policy_version, now, self._leases_per_node
         )
@@ -248,9 +260,10 @@ class Sessions:
         return LeaseReply(id=message.id, lease=core.sign(terms), reason="", retry_after_ms=0)
 
     async def _give_back(self, live: Live, message: LeaseReturn) -> Message:
-        lease = self._core.state.leases.get(message.lease_id)
+        state = self._core.state
+        lease = state.leases.get(message.lease_id) or state.blocks.leases.get(message.lease_id)
         if lease is None:
-            known = self._core.state.closed.get(message.lease_id)
+            known = state.closed.get(message.lease_id) or state.blocks.closed.get(message.lease_id)
             if known is None:
                 raise RefusedError("unknown-lease", "no such lease was issued (or it was long ago)")
             return Acknowledged(id=message.id, duplicate=True)
@@ -266,7 +279,7 @@ class Sessions:
         offload = core.offload if len(signed.payload) > THREAD_BYTES else in_place
         try:
             submission, submission_id = await offload(
-                lambda: (open_submission(signed, live.key), content_id(signed))
+                lambda: (open_submission(signed, live.key, self._desk is not None), content_id(signed))
             )
         except RefusedError as error:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
@@ -278,8 +291,11 @@ class Sessions:
             return Acknowledged(id=message.id, duplicate=True)
         now = core.now_ms()
         try:
+            if self._desk is not None and isinstance(submission, BlockSubmission):
+                return await self._desk.submit(live, self._node(live), message, submission, submission_id)
             check_not_banned(self._node(live), now)
             lease = check_lease(core.state, core.run_id, live.key, submission, now, self.turned_away)
+            assert isinstance(lease, Lease)
             try:
                 check_room(len(core.state.waiting), core.state.waiting_bytes)
             except RefusedError:

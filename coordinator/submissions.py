@@ -6,13 +6,16 @@ elsewhere. The order is that of their price: signature, schema, lease.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from contextlib import suppress
 
+from barnraise.coordinator.block_fold import BlockHold
 from barnraise.coordinator.state import Lease, State
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, RefusedError, SignatureError
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.messages import RolloutSubmission, Signed
+from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.spec import VerifySpec
 
 MAX_WAITING = 4096
@@ -44,8 +47,10 @@ class TurnedAway:
         self._last = {key: at for key, at in self._last.items() if key in leases}
 
 
-def open_submission(signed: Signed, node: bytes) -> RolloutSubmission:
+def open_submission(signed: Signed, node: bytes, blocks: bool = False) -> RolloutSubmission | BlockSubmission:
     """Signature, then schema. ``node`` is the key that the session proved.
+
+    With ``blocks``, the run has block units as well: what the signature is one of decides.
 
     Raises:
         RefusedError: ``wrong-signer``, ``bad-signature`` or ``malformed``.
@@ -57,6 +62,9 @@ def open_submission(signed: Signed, node: bytes) -> RolloutSubmission:
             f"{fingerprint(node)}: submit your own work",
         )
     try:
+        if blocks:
+            with suppress(SignatureError):
+                return open_signed(signed, BlockSubmission, node)
         return open_signed(signed, RolloutSubmission, node)
     except SignatureError as error:
         raise RefusedError("bad-signature", str(error)) from None
@@ -66,17 +74,17 @@ def open_submission(signed: Signed, node: bytes) -> RolloutSubmission:
 
 def is_duplicate(state: State, submission_id: bytes) -> bool:
     """Whether this very content was stored before (R17)."""
-    return submission_id in state.submissions
+    return submission_id in state.submissions or submission_id in state.blocks.work
 
 
 def check_lease(
     state: State,
     run_id: bytes,
     node: bytes,
-    submission: RolloutSubmission,
+    submission: RolloutSubmission | BlockSubmission,
     now_ms: int,
     turned_away: TurnedAway | None = None,
-) -> Lease:
+) -> Lease | BlockHold:
     """The open lease that ``submission`` answers: in time, or in time at first and then turned away by us.
 
     Raises:
@@ -89,7 +97,9 @@ def check_lease(
             f"the submission is for run {submission.run_id.hex()[:16]}, this is run {run_id.hex()[:16]}: "
             "join that run's coordinator",
         )
-    lease = state.leases.get(submission.lease_id)
+    block = isinstance(submission, BlockSubmission)
+    leases: Mapping[bytes, Lease | BlockHold] = state.blocks.leases if block else state.leases
+    lease = leases.get(submission.lease_id)
     if lease is None:
         raise _no_lease(state, submission.lease_id)
     terms = lease.terms
@@ -112,7 +122,7 @@ def check_lease(
 
 
 def _no_lease(state: State, lease_id: bytes) -> RefusedError:
-    why = state.closed.get(lease_id, ("unknown", 0))[0]
+    why = (state.closed.get(lease_id) or state.blocks.closed.get(lease_id) or ("unknown", 0))[0]
     match why:
         case "used":
             return RefusedError("used-lease", "this lease was answered by another submission already")
