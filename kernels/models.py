@@ -156,6 +156,26 @@ def build_model(config: Any, dtype: torch.dtype, seed: int | None = None) -> nn.
     return model
 
 
+def read_model(config: Any, path: Path) -> nn.Module:
+    """A model of ``config`` in float32 with the weights in the safetensors file ``path``.
+
+    Header and config are compared before anything of the model's size is made.
+
+    Raises:
+        ModelError: missing, damaged, or of another architecture.
+    """
+    from transformers import AutoModelForCausalLM
+
+    shapes = _headers((path,))
+    with torch.device("meta"), _few_modules(len(shapes), path.parent):
+        plan = _build(AutoModelForCausalLM, config, torch.float32)
+    _check_fit(plan, shapes, path)
+    _check_derived(plan, shapes, path)
+    model = build_model(config, torch.float32)
+    _copy_weights(model, (path,))
+    return model
+
+
 def swap_weights(policy: Policy, path: Path) -> None:
     """Copy another version's weights into ``policy`` in place.
 

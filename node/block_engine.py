@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
 from barnraise.protocol.spec import RunSpec
 
 DELTA_FILE = "delta.safetensors"
+SHARDS_FOLDER = "shards"  # in a unit's folder: the corpus shards that it reads
 
 
 class BlockWork(Struct, frozen=True, kw_only=True, tag=True):
@@ -41,23 +42,35 @@ class BlockWork(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BlockProgress(Struct, frozen=True, kw_only=True, tag=True):
-    """Finished work only (R7): steps done of the unit, tokens trained on, the last loss in nats."""
+    """Finished work only (R7): steps done of the unit, tokens trained on, the last loss in nats.
+
+    ``saved``: segments whose state is on the disk. ``loss`` is NaN before the first step.
+    """
 
     steps: Annotated[int, Meta(ge=0)]
     tokens: Annotated[int, Meta(ge=0)]
     loss: float
+    saved: Annotated[int, Meta(ge=0)] = 0
+    engine: str = ""  # such as "torch-cpu-float32"
+    device: str = ""
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0  # resident memory of the engine's process
 
 
 class BlockTrained(Struct, frozen=True, kw_only=True, tag=True):
-    """A finished unit: file names inside its folder, one state and one mean loss per segment."""
+    """A finished unit: file names inside its folder, one state and one mean loss per segment.
+
+    ``seconds`` and ``tokens`` are of the whole unit, however often it was interrupted.
+    """
 
     states: tuple[str, ...]
     losses: tuple[float, ...]
     delta: str
     seconds: float
     tokens: int
+    engine: str = ""
 
 
+@runtime_checkable
 class BlockEngine(Protocol):
     """Trains block units; cancelling stops it within 2 s, with the last segment's state kept."""
 
@@ -72,6 +85,11 @@ class BlockEngine(Protocol):
         """
 
 
+def state_name(segment: int) -> str:
+    """File name of the state after a segment, which counts from 0."""
+    return f"state-{segment + 1:04d}.safetensors"
+
+
 def unit_folder(home: Path, lease_id: bytes) -> Path:
-    """Where a node keeps a unit's states until the verdict: ``HOME/units/HEX``."""
+    """Where a node keeps a unit's states until the verdict: ``HOME/units/HEX``; HOME is the run's folder."""
     return home / "units" / lease_id.hex()

@@ -12,11 +12,12 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import trio
 from msgspec import Struct
 
+from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
 from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
 from barnraise.protocol.errors import ChildError
@@ -40,6 +41,16 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, tag=True):
     work: Work
 
 
+class TrainRequest(Struct, frozen=True, kw_only=True, tag=True):
+    """Train a block unit; nothing need be loaded. Events: ``BlockProgress``.
+
+    Reply: ``BlockTrained`` or ``NoMemory``.
+    """
+
+    spec: RunSpec
+    work: BlockWork
+
+
 class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """Answered by ``Pong`` once everything before it is over."""
 
@@ -54,11 +65,14 @@ class NoMemory(Struct, frozen=True, kw_only=True, tag=True):
     text: str
 
 
-Request = LoadRequest | GenerateRequest | Ping
+Request = LoadRequest | GenerateRequest | TrainRequest | Ping
 
 
 class ChildEngine:
-    """An ``Engine`` in a child process, started by the first ``load`` and after a death by the next call."""
+    """An ``Engine`` and ``BlockEngine`` in a child process, started by the first call.
+
+    After a death the next call starts another.
+    """
 
     def __init__(self, threads: int = 0, log: Path | None = None, device: str = "") -> None:
         """Nothing is started yet.
@@ -93,11 +107,27 @@ class ChildEngine:
             raise ChildError("the engine has no model loaded")
         if self._child is None or not self._child.alive:
             await self._load(await self._running(), self._last)
+        generated: Generated = await self._at_work(GenerateRequest(work=work), Generated, progress, Progress)
+        return generated
+
+    async def train(
+        self, spec: RunSpec, work: BlockWork, progress: Callable[[BlockProgress], None]
+    ) -> BlockTrained:
+        """See ``BlockEngine.train``."""
+        request = TrainRequest(spec=spec, work=work)
+        trained: BlockTrained = await self._at_work(request, BlockTrained, progress, BlockProgress)
+        return trained
+
+    async def _at_work(
+        self,
+        request: GenerateRequest | TrainRequest,
+        reply_type: type[Struct],
+        progress: Callable[[Any], None],
+        events: type[Struct],
+    ) -> Any:
         child = await self._running()
         try:
-            reply: Generated | NoMemory = await child.request(
-                GenerateRequest(work=work), Generated | NoMemory, progress, events=Progress
-            )
+            reply = await child.request(request, reply_type | NoMemory, progress, events=events)
         except trio.Cancelled:
             await self._settle(child)
             raise
@@ -154,18 +184,21 @@ def main() -> NoReturn:
     import psutil
     import torch
 
-    from barnraise.node.torch_engine import Generator
+    from barnraise.node.torch_engine import BlockUnits, Generator
 
     torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
     generator = Generator(options.device or None)
+    units = BlockUnits(options.device or None)
 
-    def handle(request: Request, send: Send) -> EngineInfo | Generated | NoMemory | Pong:
+    def handle(request: Request, send: Send) -> EngineInfo | Generated | BlockTrained | NoMemory | Pong:
         try:
             match request:
                 case LoadRequest(spec=spec, folder=folder, version=version):
                     return generator.load(spec, Path(folder), version)
                 case GenerateRequest(work=work):
                     return generator.generate(work, send, send.cancelled)
+                case TrainRequest(spec=spec, work=work):
+                    return units.train(spec, work, send, send.cancelled)
                 case Ping():
                     return Pong()
         except OutOfMemory as error:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,16 +23,16 @@ from barnraise.kernels.hot_swap import follow_patches
 from barnraise.kernels.models import Policy, load_policy, swap_weights
 from barnraise.kernels.tokens import Codec
 from barnraise.kernels.toploc import build_proofs
+from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
+from barnraise.node.block_trainer import train_unit
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
+from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.patching import patches_since
 from barnraise.protocol.environments import Environment, build_environment
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.messages import Rollout
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import RunSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MAX_BATCH = 256
 _PROGRESS_S = 0.05
@@ -63,7 +62,7 @@ class Generator:
             BarnraiseError: the files do not make a model, or its environment is not installed.
             OutOfMemory: memory ran out.
         """
-        with _out_of_memory(self.device):
+        with telling_out_of_memory(self.device):
             # Nothing counts as loaded until it is whole; and the old model goes before a new one is made.
             loaded, self._loaded = self._loaded, None
             if loaded is not None and loaded.spec == spec:
@@ -105,7 +104,7 @@ class Generator:
             raise BarnraiseError(f"the unit needs policy version {work.policy_version}, {have} is loaded")
         began = time.monotonic()
         prompts, seeds = _draw_tasks(loaded, work)
-        with _out_of_memory(self.device):
+        with telling_out_of_memory(self.device):
             completions = generate(
                 loaded.policy,
                 prompts,
@@ -129,6 +128,24 @@ class Generator:
             seconds=time.monotonic() - began,
             tokens=tokens,
         )
+
+
+class BlockUnits:
+    """Trains block units where ``Generator`` draws rollouts. Blocking; one thread at a time."""
+
+    def __init__(self, device: str | None = None) -> None:
+        """``device`` as for ``Generator``."""
+        self.device = device or default_device()
+
+    def train(
+        self,
+        spec: RunSpec,
+        work: BlockWork,
+        progress: Callable[[BlockProgress], None],
+        should_stop: Callable[[], bool],
+    ) -> BlockTrained:
+        """See ``barnraise.node.block_trainer.train_unit``; nothing stays in memory afterwards."""
+        return train_unit(spec, work, self.device, device_name(self.device), progress, should_stop)
 
 
 class TorchEngine:
@@ -175,6 +192,27 @@ class TorchEngine:
         except BarnraiseError as error:
             raise ChildError(str(error)) from error
 
+    async def train(
+        self, spec: RunSpec, work: BlockWork, progress: Callable[[BlockProgress], None]
+    ) -> BlockTrained:
+        """See ``BlockEngine.train``; cancelling is noticed before the next step."""
+        units = BlockUnits(self._device)
+
+        def should_stop() -> bool:
+            trio.from_thread.check_cancelled()
+            return False
+
+        def tell(event: BlockProgress) -> None:
+            trio.from_thread.run_sync(progress, event)
+
+        try:
+            if self._in_place:
+                await trio.lowlevel.checkpoint()
+                return units.train(spec, work, progress, lambda: False)
+            return await trio.to_thread.run_sync(units.train, spec, work, tell, should_stop)
+        except BarnraiseError as error:
+            raise ChildError(str(error)) from error
+
     async def close(self) -> None:
         """See ``Engine.close``."""
         self._generator = None
@@ -217,30 +255,6 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is one of the several ways in which Python and torch say so."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-
-
-@contextmanager
-def _out_of_memory(device: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        text = str(error).split("\n")[0][:200]
-    else:
-        return
-    # Outside of the handler: the traceback, and with it the frames' tensors, is gone by now.
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-    raise OutOfMemory(text or "memory ran out")
 
 
 def _draw_tasks(loaded: _Loaded, work: Work) -> tuple[list[list[int]], list[int]]:

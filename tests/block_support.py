@@ -1,0 +1,141 @@
+"""A block stage small enough for tests: a corpus, a tiny decoder, a version 0 with scaffold and blocks."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from spec_support import GRPO, VERIFY, pretrain_spec
+from transformers import LlamaConfig
+
+from barnraise.coordinator.corpus_files import open_corpus, prepare, shard_path
+from barnraise.kernels.models import build_model, save_tensors, save_weights
+from barnraise.kernels.mot import first_block, make_cut, scaffold_config, split_scaffold
+from barnraise.protocol.corpus import Corpus, corpus_bytes, corpus_digest, sequences
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.pretrain import PretrainSpec, part_name, segments, stream, unit_start
+from barnraise.protocol.spec import (
+    EnvironmentSpec,
+    EvalSpec,
+    ModelSpec,
+    RolloutSpec,
+    RunSpec,
+    SamplingSpec,
+)
+
+torch.set_num_threads(1)
+
+CONFIG: Any = LlamaConfig(
+    vocab_size=300,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+)
+OPERATOR = Identity.from_private_bytes(b"p" * 32)
+
+
+def make_corpus(folder: Path) -> Path:
+    """A corpus folder of made-up text: shards of 64 tokens of a vocabulary of 300."""
+    texts = folder.with_name(f"{folder.name}-texts")
+    texts.mkdir(parents=True)
+    for number in range(40):
+        text = f"Document {number}: " + f"the {number} barns were raised by {number * 7} people. " * 8
+        (texts / f"{number:03d}.txt").write_text(text)
+    prepare(
+        [texts],
+        folder,
+        name="test",
+        licence="CC0",
+        source="made up",
+        vocabulary=300,
+        shard_tokens=64,
+    )
+    return folder
+
+
+def make_version(folder: Path, spec: PretrainSpec) -> Path:
+    """Version 0 as the learner writes it, weights random: config, scaffold and first blocks."""
+    folder.mkdir(parents=True)
+    CONFIG.architectures = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(CONFIG.to_json_string(use_diff=False))
+    cut = make_cut(4, spec.blocks, spec.scaffold_layers)
+    scaffold = build_model(scaffold_config(CONFIG, cut), torch.float32, seed=1)
+    save_weights(scaffold, folder / part_name(spec, 0), "float32")
+    frame = split_scaffold(scaffold, cut)
+    for block in range(spec.blocks):
+        state = first_block(CONFIG, cut, frame, block, spec.init, seed=block)
+        save_tensors(state, folder / part_name(spec, block + 1))
+    return folder
+
+
+def block_run(folder: Path, corpus: Path, versions: int = 3, **pretrain: Any) -> RunSpec:
+    """A run spec of the block stage whose version 0 lies in ``folder``."""
+    spec = pretrain_spec(corpus=corpus_digest(open_corpus(corpus)), sequence=16, **pretrain)
+    if not folder.is_dir():
+        make_version(folder, spec)
+    model = ModelSpec(
+        name="tiny",
+        parameters=20_000,
+        vocabulary=300,
+        weights_dtype="float32",
+        compute_dtype="float32",
+        eos_token=0,
+        assets={"config.json": sha256((folder / "config.json").read_bytes()).digest()},
+    )
+    rollout = RolloutSpec(
+        prompts_per_unit=2,
+        group_size=4,
+        groups_per_version=4,
+        max_groups_per_version=8,
+        max_lag=2,
+        versions=versions,
+        timeout_s=60.0,
+        deadline_s=120.0,
+    )
+    return RunSpec(
+        format=1,
+        name="barn",
+        description="",
+        operator=OPERATOR.public_key,
+        created_at=0,
+        phase="pretrain",
+        seed=1,
+        model=model,
+        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
+        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
+        rollout=rollout,
+        grpo=GRPO,
+        verify=VERIFY,
+        evaluation=EvalSpec(tasks=8, every=1),
+        admission="open",
+        pretrain=spec,
+    )
+
+
+def unit_shards(
+    spec: PretrainSpec, corpus: Corpus, run_id: bytes, version: int, block: int, slot: int
+) -> set[bytes]:
+    """The digests of the corpus shards that a unit reads."""
+    which, streams = stream(spec, block)
+    start = unit_start(spec, version, slot)
+    count = sum(segments(spec)) * spec.recipe.batch
+    places = sequences(corpus, spec.sequence, run_id, which, streams, start, count)
+    return {corpus.train[shard] for shard, _ in places}
+
+
+def corpus_shards(folder: Path) -> dict[bytes, bytes]:
+    """Everything of a corpus that a node may ask for, by digest: the description and the training shards."""
+    corpus = open_corpus(folder)
+    found = {digest: shard_path(folder, digest).read_bytes() for digest in corpus.train}
+    return found | {corpus_digest(corpus): corpus_bytes(corpus)}
+
+
+def with_pretrain(run: RunSpec, **changes: Any) -> RunSpec:
+    """The run with other settings of its block stage."""
+    return msgspec.structs.replace(run, pretrain=msgspec.structs.replace(run.pretrain, **changes))
