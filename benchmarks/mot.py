@@ -338,7 +338,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="barnraise-mot-")))
-        corpus = arguments.corpus or _python_docs(scratch)
+        corpus = arguments.corpus or python_docs(scratch)
         world = World(corpus=corpus, folder=scratch)
         context = multiprocessing.get_context("spawn")
         pool = stack.enter_context(ProcessPoolExecutor(arguments.jobs, mp_context=context))
@@ -375,7 +375,8 @@ def main() -> int:
     return 1 if missed and arguments.quick else 0
 
 
-def _python_docs(folder: Path) -> Path:
+def python_docs(folder: Path) -> Path:
+    """Prepare the default corpus in ``folder``."""
     source = SOURCES["python-docs"]
     with fetched(source, lambda subject, fraction: None) as texts:
         prepare(

@@ -173,7 +173,7 @@ def monolithic(
     if grown_from is not None:
         depth = layer_count(_scaffold_config(world, grown_from))
         grow = make_cut(world.layers, 1, depth)
-        source = _scaffold(world, grow, grown_from)
+        source = scaffold_of(world, grow, grown_from)
         blocks = [first_block(config, grow, source, 0, "grown", seed)]
         model = recombine(config, grow, source.shared, list(blocks))
     else:
@@ -197,7 +197,8 @@ def _scaffold_config(world: World, path: Path) -> Any:
     return scaffold_config(world.config(), make_cut(world.layers, 1, layers))
 
 
-def _scaffold(world: World, cut: Cut, path: Path) -> Scaffold:
+def scaffold_of(world: World, cut: Cut, path: Path) -> Scaffold:
+    """A trained scaffold, cut."""
     model = _load_model(scaffold_config(world.config(), cut), path)
     return Scaffold(*split_model(model, cut.slice_layers))
 
@@ -221,7 +222,7 @@ def block(
     ``start``: weights to go on from; ``done``: steps that the block had before.
     """
     torch.set_num_threads(1)
-    frame = _scaffold(world, cut, scaffold)
+    frame = scaffold_of(world, cut, scaffold)
     state = (
         load_file(start) if start else first_block(world.config(), cut, frame, number, init, seed + number)
     )
@@ -292,7 +293,7 @@ def volunteers(
     the same. ``seconds`` is the sum over rounds of the slowest contributor: the critical path.
     """
     torch.set_num_threads(1)
-    frame = _scaffold(world, cut, scaffold)
+    frame = scaffold_of(world, cut, scaffold)
     weights = first_block(world.config(), cut, frame, number, "grown", seed + number)
     momentum: Tensors | None = None
     residuals: list[Tensors | None] = [None] * contributors
@@ -348,7 +349,7 @@ def adapt(
     """Stack the blocks, measure cold, train end to end for ``steps`` steps, measure again."""
     torch.set_num_threads(1)
     config = world.config()
-    frame = _scaffold(world, cut, scaffold)
+    frame = scaffold_of(world, cut, scaffold)
     model = recombine(config, cut, frame.shared, [load_file(path) for path in blocks])
     data = held_out(world)
     extra: dict[str, Any] = {"cold": evaluate(model, data)}
@@ -381,7 +382,7 @@ def no_scaffold(
 ) -> Done:
     """A block trained between embedding and head alone: what the frozen slices are good for."""
     torch.set_num_threads(1)
-    frame = _scaffold(world, cut, scaffold)
+    frame = scaffold_of(world, cut, scaffold)
     state = first_block(world.config(), cut, frame, number, "random", seed + number)
     inner = Cut((cut.block_layers[number],), (cut.block_layers[number],))
     config = scaffold_config(world.config(), Cut((world.layers,), (cut.block_layers[number],)))
