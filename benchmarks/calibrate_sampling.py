@@ -1,27 +1,20 @@
 """How far honest draws and log-probabilities are apart: what the bounds in ``VerifySpec`` rest on.
 
     python -m benchmarks.calibrate_sampling [--models demo smollm2 llama qwen3 gemma3] [--rows 16]
-        [--tokens 48] [--temperatures 1.0 0.6] [--json] [--save FILE]
+        [--tokens 32] [--temperatures 1.0 0.6] [--save FILE]
 
 Engines generate (float32 and bfloat16, key-value cache, batches); the same tokens are also run through
 other ways to compute (prefill, single rows, eager attention, two threads), each taken as the engine of
-its own logits. For every pair of an engine's logits p and a verifier's logits q of a position, nothing is
-drawn at random: the distribution of a drawn token's log-probability error is p's own, and that of its
-margin has a closed form. With p's softmax P, q's softmax Q and r = log P - log Q,
-
-    Pr(margin > x) = 1 - sum_a P_a / sum_j max(P_j, Q_j exp(r_a - x))
-
-(every other token's noise must stay below what makes it win in p, or win by x in q). Of both, over all
-positions of a pair, ``fit`` makes the tightest sub-gamma bound whose scale is not below that of an
-exponential through the largest value seen; the default is the worst pair's, times ``SAFETY``.
-The likeliest ``CANDIDATES`` tokens are taken one by one, all others as one.
+its own logits. ``barnraise.coordinator.calibration`` compares every pair at every position, without
+drawing at random. Reported are the tightest bounds of each pair, the chance that an honest submission of
+64, 512 or 4096 tokens breaks a limit of the default bounds, and of those that ``run init`` would write
+for the model. ``--save`` adds to FILE what was measured (one model at a time fits a minute or two).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import tempfile
@@ -32,110 +25,41 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from barnraise.coordinator.calibration import Pair, States, compare, with_room
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.draw_checks import sum_limit, token_limit
 from barnraise.kernels.generate import generate
-from barnraise.kernels.models import Policy
 from barnraise.kernels.prefill import prefill
-from barnraise.protocol.spec import SamplingSpec
+from barnraise.protocol.spec import SamplingSpec, VerifySpec
 from benchmarks.proof_models import VOCABULARY, load, model_folder
 
 MODELS = ("demo", "smollm2", "llama", "qwen3", "gemma3")
-SAFETY = 1.5
-CANDIDATES = 2048
-SEEN = 0.05  # draws over all positions that reach what counts as the largest value
-SURPRISE = math.log(2048 / 1e-7)  # the token limit of a submission of 2048 tokens is what a fit makes small
-MARGINS = torch.cat([torch.zeros(1), torch.logspace(-4, 0.7, 60)]).double()
-
-States = tuple[Policy, Tensor]
+SUBMISSIONS = (64, 512, 4096)  # tokens
 
 
-class Sample:
-    """One quantity x >= 0 at many positions, as distributions: E exp(l x) for any l, mean, largest."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []  # [N, K] nats of logits
-        self.weights: list[Tensor] = []  # [N, K], of a row 1 together
-
-    def add(self, values: Tensor, weights: Tensor) -> None:
-        self.values.append(values)
-        self.weights.append(weights)
-
-    def fit(self) -> dict[str, float]:
-        """``mean``, ``variance``, ``scale`` of the bound, and what it was made of."""
-        values = torch.cat(self.values).flatten()
-        weights = torch.cat(self.weights).flatten()
-        count = float(weights.sum())
-        weights = weights / count
-        mean = float((values * weights).sum())
-        order = values.argsort(descending=True)
-        reached = int((weights[order].cumsum(0) * count < SEEN).sum())
-        largest = float(values[order[min(reached, len(order) - 1)]])
-        least = max(largest / math.log(count / SEEN), 1e-7)
-        best: dict[str, float] | None = None
-        for scale in (least * 1.25**step for step in range(8)):
-            variance = 0.0
-            for share in torch.linspace(0.02, 0.95, 20).tolist():
-                rate = share / scale
-                log_moment = float((weights * torch.exp(rate * values)).sum().log())
-                variance = max(variance, 2 * (1 - share) * (log_moment - rate * mean) / rate**2)
-            limit = mean + math.sqrt(2 * variance * SURPRISE) + scale * SURPRISE
-            if best is None or limit < best["limit"]:
-                best = {"limit": limit, "mean": mean, "variance": variance, "scale": scale}
-        assert best is not None
-        return best | {"largest": largest, "rms": math.sqrt(float((values**2 * weights).sum()))}
+def described(pair: Pair, temperature: float, own: VerifySpec | None = None) -> dict[str, Any]:
+    """A pair's figures: the bounds it needs, and how likely it breaks the default ones (or ``own``)."""
+    row: dict[str, Any] = {"positions": pair.positions, "other_draw": pair.other_draw, "bias": pair.bias}
+    for name, seen in (("draws", pair.margins), ("logprobs", pair.errors)):
+        fit = seen.fit()
+        row[name] = {
+            "mean": fit.noise.mean,
+            "variance": fit.noise.variance,
+            "scale": fit.noise.scale,
+            "largest": fit.largest,
+            "rms": fit.rms,
+            "chance": _chance(pair, name, default_verify_spec(), temperature),
+        }
+        if own is not None:
+            row[name]["chance_own"] = _chance(pair, name, own, temperature)
+    return row
 
 
-def measure(engine: States, verifier: States, temperature: float) -> dict[str, Any]:
-    """Fits of margin and |log-probability error|, in nats of logits, and the bias in nats."""
-    margins, errors = Sample(), Sample()
-    bias, flips, count = 0.0, 0.0, 0
-    for mine, theirs in zip(engine[1].split(64), verifier[1].split(64), strict=True):
-        p, q = _candidates(
-            (engine[0].logits(mine) / temperature).double().log_softmax(-1),
-            (verifier[0].logits(theirs) / temperature).double().log_softmax(-1),
-        )
-        ratio = p - q
-        errors.add(ratio.abs() * temperature, p.exp())
-        bias += float((p.exp() * ratio).sum())
-        tail = torch.stack([_margin_tail(p, q, float(x)) for x in MARGINS], dim=1)
-        flips += float(tail[:, 0].sum())
-        # Mass between two rungs is taken to lie at the upper one.
-        mass = torch.cat([1 - tail[:, :1], tail[:, :-1] - tail[:, 1:]], dim=1).clamp(min=0.0)
-        margins.add((MARGINS * temperature).expand_as(mass), mass)
-        count += len(p)
-    return {
-        "tokens": count,
-        "other_draw": flips / count,
-        "draws": margins.fit(),
-        "logprobs": errors.fit(),
-        "bias": bias / count,
-    }
-
-
-def _candidates(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens by q, and the rest as one more."""
-    if p.shape[1] <= CANDIDATES:
-        return p, q
-    order = q.argsort(dim=-1, descending=True)
-    chosen, rest = order[:, :CANDIDATES], order[:, CANDIDATES:]
-    return tuple(  # type: ignore[return-value]
-        torch.cat([x.gather(1, chosen), x.gather(1, rest).logsumexp(-1, keepdim=True)], dim=1) for x in (p, q)
-    )
-
-
-def _margin_tail(p: Tensor, q: Tensor, x: float) -> Tensor:
-    """Pr(margin > x) of each row, by the closed form above: sort by r, then prefix sums."""
-    ratio, order = (p - q).sort(dim=-1)
-    mass_p, mass_q = p.gather(1, order).exp(), q.gather(1, order).exp()
-    below_q = torch.cat([torch.zeros_like(mass_q[:, :1]), mass_q.cumsum(-1)], dim=1)
-    below_p = torch.cat([torch.zeros_like(mass_p[:, :1]), mass_p.cumsum(-1)], dim=1)
-    # P_j >= Q_j exp(r_a - x) exactly where r_j >= r_a - x.
-    first = torch.searchsorted(ratio, ratio - x)
-    total = below_p[:, -1:] - below_p.gather(1, first) + below_q.gather(1, first) * torch.exp(ratio - x)
-    return (1 - (mass_p / total).sum(-1)).clamp(0.0, 1.0)
+def _chance(pair: Pair, name: str, verify: VerifySpec, temperature: float) -> float:
+    """The largest over the sizes of submissions."""
+    seen, bound = (pair.margins, verify.draws) if name == "draws" else (pair.errors, verify.logprobs)
+    return max(seen.chance(bound, tokens, verify.false_alarm, temperature) for tokens in SUBMISSIONS)
 
 
 def ways(
@@ -188,55 +112,63 @@ def _prompts(folder: Path, rows: int, preset: str) -> list[list[int]]:
     return [list(codec.encode_prompt(environment.task(row, held_out=False).prompt)) for row in range(rows)]
 
 
-def proposal(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The bounds: of every constant the worst pair's, times ``SAFETY`` (the variance twice)."""
-    bounds: dict[str, Any] = {}
-    for quantity in ("draws", "logprobs"):
-        fits = [result[quantity] for result in results]
-        bounds[quantity] = {
-            "mean": SAFETY * max(fit["mean"] * _weight(r) for fit, r in zip(fits, results, strict=True)),
-            "variance": SAFETY**2
-            * max(fit["variance"] * _weight(r) for fit, r in zip(fits, results, strict=True)),
-            "scale": SAFETY * max(fit["scale"] for fit in fits),
-        }
-    return bounds
-
-
-def _weight(result: dict[str, Any]) -> float:
-    """Below temperature 1 a limit lets mean and variance grow; the constant itself need not hold that."""
-    return min(1.0, float(result["temperature"]))
-
-
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.6])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--folder", type=Path, help="measure this folder's weights, of the model named")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results: list[dict[str, Any]] = []
-    started = time.monotonic()
+    report: dict[str, Any] = {"pairs": [], "own": {}}
+    if options.save and options.save.is_file():
+        report = json.loads(options.save.read_text(encoding="utf-8"))
+    default = default_verify_spec()
     with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         for name in options.models:
-            folder = model_folder(name, Path(scratch))
+            folder = options.folder or model_folder(name, Path(scratch))
+            label = f"{name} {options.folder.name}" if options.folder else name
             for temperature in options.temperatures:
-                for pair, engine, verifier in ways(name, folder, options.rows, options.tokens, temperature):
-                    result = {"model": name, "temperature": temperature, "pair": pair}
-                    result |= measure(engine, verifier, temperature)
-                    results.append(result)
-                    print(_line(result), file=sys.stderr, flush=True)
+                started = time.monotonic()
+                found = {
+                    pair: compare(engine, verifier, temperature)
+                    for pair, engine, verifier in ways(
+                        name, folder, options.rows, options.tokens, temperature
+                    )
+                }
+                # What ``run init`` looks at.
+                seen = [one for pair, one in found.items() if "decode" in pair and "bfloat16 prefill" in pair]
+                own = with_room(seen, temperature, default)
+                report["own"][f"{label} {temperature}"] = {
+                    "draws": [own.draws.mean, own.draws.variance, own.draws.scale],
+                    "logprobs": [own.logprobs.mean, own.logprobs.variance, own.logprobs.scale],
+                    "bias": own.bias,
+                    "seconds": round(time.monotonic() - started),
+                }
+                rows = [
+                    {"model": label, "temperature": temperature, "pair": pair}
+                    | described(one, temperature, own)
+                    for pair, one in found.items()
+                ]
+                kept = [r for r in report["pairs"] if (r["model"], r["temperature"]) != (label, temperature)]
+                report["pairs"] = kept + rows
+                for row in rows:
+                    print(_line(row), file=sys.stderr, flush=True)
+                if options.save:
+                    _save(report, options.save)
+    if not options.save:
+        print(json.dumps(_rounded(report), indent=1))
+
+
+def _save(report: dict[str, Any], path: Path) -> None:
     verify = default_verify_spec()
-    report = {
+    report |= {
         "machine": platform.machine(),
         "torch": torch.__version__,
-        "seconds": round(time.monotonic() - started),
-        "safety": SAFETY,
         "random_vocabulary": VOCABULARY,
-        "proposal": proposal(results),
         "limits": {
             str(tokens): {
                 "draw_token": token_limit(verify.draws, tokens, verify.false_alarm, 1.0),
@@ -244,17 +176,10 @@ def main() -> None:
                 "logprob_token": token_limit(verify.logprobs, tokens, verify.false_alarm, 1.0),
                 "logprob_mean": sum_limit(verify.logprobs, tokens, verify.false_alarm, 1.0) / tokens,
             }
-            for tokens in (64, 512, 2048, 8192)
+            for tokens in SUBMISSIONS
         },
-        "pairs": results,
     }
-    text = json.dumps(_rounded(report), indent=1)
-    if options.save:
-        options.save.write_text(text + "\n", encoding="utf-8")
-    if options.json:
-        print(text)
-    else:
-        print(json.dumps(_rounded(report["proposal"]), indent=1))
+    path.write_text(json.dumps(_rounded(report), indent=1) + "\n", encoding="utf-8")
 
 
 def _rounded(value: Any) -> Any:
@@ -265,14 +190,15 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _line(result: dict[str, Any]) -> str:
-    draws, logprobs = result["draws"], result["logprobs"]
+def _line(row: dict[str, Any]) -> str:
+    draws, logprobs = row["draws"], row["logprobs"]
     return (
-        f"{result['model']:8} T={result['temperature']:<4} {result['pair']:38} n={result['tokens']:<6} "
-        f"other draw {result['other_draw']:.2e}  margin {draws['mean']:.1e} v {draws['variance']:.1e} "
-        f"b {draws['scale']:.1e} max {draws['largest']:.2f}  error {logprobs['mean']:.1e} "
-        f"v {logprobs['variance']:.1e} b {logprobs['scale']:.1e} max {logprobs['largest']:.2f}  "
-        f"bias {result['bias']:.1e} of {logprobs['rms']:.1e}^2"
+        f"{row['model']:8} T={row['temperature']:<4} {row['pair']:38} n={row['positions']:<5} "
+        f"other {row['other_draw']:.1e} margin {draws['mean']:.1e} v {draws['variance']:.1e} "
+        f"b {draws['scale']:.1e} max {draws['largest']:.2f} chance {draws['chance']:.0e} "
+        f"own {draws['chance_own']:.0e} | error {logprobs['mean']:.1e} v {logprobs['variance']:.1e} "
+        f"b {logprobs['scale']:.1e} max {logprobs['largest']:.2f} rms {logprobs['rms']:.1e} "
+        f"chance {logprobs['chance']:.0e} own {logprobs['chance_own']:.0e} | bias {row['bias']:.1e}"
     )
 
 

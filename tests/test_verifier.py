@@ -372,7 +372,11 @@ def test_one_rollout_handed_in_for_a_whole_group_is_found(setup: WorkerSetup) ->
 def test_another_temperature_is_found(setup: WorkerSetup) -> None:
     lease = _lease(16)
     spec = structs.replace(SPEC, sampling=structs.replace(SPEC.sampling, temperature=0.7))
-    assert _check(setup, _job(lease, _rollouts(_draw(setup, lease, spec=spec)))) == "sampling-margin"
+    # Which of the two limits it passes first is a matter of the lease's draws.
+    assert _check(setup, _job(lease, _rollouts(_draw(setup, lease, spec=spec)))) in (
+        "sampling-margin",
+        "sampling-mean",
+    )
 
 
 def _recomputed(setup: WorkerSetup, lease: RolloutLease, tokens: list[list[int]]) -> list[Completion]:
