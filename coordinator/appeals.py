@@ -61,8 +61,12 @@ def check_appeal(state: State, node: Node, receipt: Receipt, now_ms: int) -> Sub
     """The rejected submission to hear again.
 
     Raises:
-        RefusedError: ``too-old``, ``not-rejected``, ``appealed-before`` or ``appeal-later``.
+        RefusedError: ``no-appeal``, ``too-old``, ``not-rejected``, ``appealed-before`` or ``appeal-later``.
     """
+    if receipt.submission_id in state.blocks.work:
+        raise RefusedError(
+            "no-appeal", "block units are judged from files that are deleted with the verdict: train another"
+        )
     item = state.submissions.get(receipt.submission_id)
     oldest = state.head - state.max_lag - REMEMBERED_VERSIONS
     if item is None or item.lease.policy_version < oldest:

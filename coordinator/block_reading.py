@@ -48,8 +48,8 @@ class BlockReader:
             raise RunFolderError("this run does not pretrain")
         self.spec: PretrainSpec = setup.spec.pretrain
         self.folder = Path(setup.folder)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._compute = DTYPES[setup.spec.model.compute_dtype]
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.compute_dtype = DTYPES[setup.spec.model.compute_dtype]
         self.config: Any = read_config(checkpoint_folder(self.folder, 0))
         self.cut = make_cut(layer_count(self.config), self.spec.blocks, self.spec.scaffold_layers)
         self.corpus = open_corpus(corpus_folder(self.folder))
@@ -76,7 +76,7 @@ class BlockReader:
 
     def held_out_loss(self, model: nn.Module) -> float:
         """Held-out loss (nats per token) of a whole model."""
-        return evaluate(model.to(self._device), self.held_out(), self._compute)
+        return evaluate(model.to(self.device), self.held_out(), self.compute_dtype)
 
     def held_out(self) -> list[Tensor]:
         """The held-out sequences that every evaluation of this run reads, int64 [<= 16, sequence] each."""

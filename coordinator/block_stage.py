@@ -32,7 +32,7 @@ from torch import nn
 
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.block_reading import BlockReader, filled, load_part
-from barnraise.coordinator.block_workers import RecombineJob, RoundJob
+from barnraise.coordinator.block_workers import REPORT_FILE, RecombineJob, RoundJob
 from barnraise.coordinator.checkpoints import Record
 from barnraise.coordinator.workers import Trained, WorkerSetup, checkpoint_folder
 from barnraise.kernels.deltas import decode_delta
@@ -58,8 +58,6 @@ from barnraise.protocol.pretrain import JointRecipe, part_name
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 60.0
-OUTER_FILE = "outer.safetensors"
-REPORT_FILE = "pretrain.jsonl"
 IMPORTED_SCAFFOLD = "scaffold.safetensors"  # in the run folder, where the run spec names one by its hash
 NOT_EVALUATED = -1.0
 
@@ -158,14 +156,16 @@ class BlockStages(BlockReader):
         started = time.monotonic()
         before = checkpoint_folder(self.folder, job.version - 1)
         frame = self.scaffold(job.version - 1)
-        old_speed = load_part(before / OUTER_FILE) if (before / OUTER_FILE).is_file() else {}
+        old_speed = (
+            load_part(before / checkpoints.OUTER_FILE) if (before / checkpoints.OUTER_FILE).is_file() else {}
+        )
         blocks: list[Tensors] = []
         speed: Tensors = {}
         losses = []
         for block in range(self.spec.blocks):
             weights = load_part(before / part_name(self.spec, block + 1))
             deltas = [
-                decode_delta((self.folder / item.delta).read_bytes(), self.spec.delta, weights)
+                decode_delta(_bytes(self.folder / item.delta), self.spec.delta, weights)
                 for item in job.contributions
                 if item.block == block
             ]
@@ -181,7 +181,7 @@ class BlockStages(BlockReader):
             _link(before / part_name(self.spec, 0), folder / part_name(self.spec, 0))
             for block, state in enumerate(blocks):
                 save_tensors(_plain(state), folder / part_name(self.spec, block + 1))
-            save_tensors(_plain(speed), folder / OUTER_FILE)
+            save_tensors(_plain(speed), folder / checkpoints.OUTER_FILE)
 
         checkpoints.save_checkpoint(self.folder, Record(version=job.version, step=0, trained=trained), write)
         self.note(
@@ -207,8 +207,8 @@ class BlockStages(BlockReader):
             return known.trained
         before = job.version - 1
         frame = self.scaffold(before)
-        model = recombine(self.config, self.cut, frame.shared, list(self.blocks(before))).to(self._device)
-        reference = self._scaffold_of(frame).to(self._device)
+        model = recombine(self.config, self.cut, frame.shared, list(self.blocks(before))).to(self.device)
+        reference = self._scaffold_of(frame).to(self.device)
         probe = self.held_out()[:2]
         cold = self.held_out_loss(model)
         seams_cold = [asdict(seam) for seam in seams(model, reference, self.cut, probe)]
@@ -238,7 +238,8 @@ class BlockStages(BlockReader):
             if dtype != "float32":
                 save_weights(model, folder / checkpoints.MASTER_FILE, "float32")
 
-        checkpoints.save_checkpoint(self.folder, Record(version=job.version, step=0, trained=trained), write)
+        record = Record(version=job.version, step=0, trained=trained, fresh_optimizer=True)
+        checkpoints.save_checkpoint(self.folder, record, write)
         shutil.rmtree(self.folder / "adaptation", ignore_errors=True)
         weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
         return Trained(version=job.version, weights=weights, stats=None, accuracy=NOT_EVALUATED)
@@ -249,7 +250,7 @@ class BlockStages(BlockReader):
         """Train to the schedule's end, from the last saved state if there is one: losses, seconds."""
         if recipe.steps == 0:
             return [], 0.0
-        trainer = JointTrainer(model.to(self._device), _schedule(recipe), self._compute)
+        trainer = JointTrainer(model.to(self.device), _schedule(recipe), self.compute_dtype)
         folder = self.folder / name
         losses, seconds = _resume(trainer, folder)
         places = sequences(
@@ -334,6 +335,13 @@ def _save(trainer: JointTrainer, folder: Path, losses: list[float], seconds: flo
     for path in folder.glob("step-*.safetensors"):
         if path.name != name:
             path.unlink()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
 
 def _plain(tensors: Tensors) -> Tensors:

@@ -14,6 +14,7 @@ from barnraise.protocol.messages import Verdict
 from barnraise.protocol.pretrain import BlockLease, BlockSubmission
 
 DELTA_FILE = "delta.safetensors"
+REPORT_FILE = "pretrain.jsonl"  # in the run folder: one object a line, for the report
 
 
 class Contribution(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,8 @@ WEIGHTS_FILE = "model.safetensors"
 MASTER_FILE = "master.safetensors"
 """Float32 weights, where the published ones are of another dtype."""
 OPTIMIZER_FILE = "optimizer.safetensors"
+OUTER_FILE = "outer.safetensors"
+"""Momentum of the outer step, in versions of the block stage."""
 RECORD_FILE = "state.json"
 _TEMPORARY = ".saving-"
 _MAX_RECORD = 1024 * 1024
@@ -34,13 +36,15 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``state.json``: what a finished version is, besides its tensors.
 
     ``step`` counts optimiser steps since the run began. ``trained.weights`` is the
-    bare file name here, so that a run folder can be moved.
+    bare file name here, so that a run folder can be moved. ``fresh_optimizer``: the
+    version has no optimiser state, and the next one begins with an empty one.
     """
 
     format: Literal[1] = 1
     version: int
     step: int
     trained: Trained
+    fresh_optimizer: bool = False
 
 
 def save_checkpoint(run_folder: Path, record: Record, write: Callable[[Path], None]) -> None:

@@ -1,4 +1,4 @@
-"""From verdicts to trained versions: form a batch, have it trained on, hand the checkpoint over.
+"""From verdicts to trained versions: form a batch or round, have it made, hand the checkpoint over.
 
 Publishing is another belt's (``publish_belt``): as soon as a checkpoint is durable the
 next batch may be formed, and the learner waits only when it has finished a version
@@ -10,17 +10,28 @@ that fails is tried again, later and later; meanwhile everything else goes on.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from barnraise.coordinator import scheduler
+from barnraise.coordinator.block_events import RoundFormed
+from barnraise.coordinator.block_scheduler import form_round, round_ends
+from barnraise.coordinator.block_workers import (
+    DELTA_FILE,
+    Contribution,
+    RecombineJob,
+    RoundJob,
+    unit_folder,
+)
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionTrained
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.workers import BatchPart, Learner, Trained, TrainJob
-from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.errors import BarnraiseError, ChildError, RunFolderError
+from barnraise.protocol.pretrain import PretrainSpec, last_block_version, model_version
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +68,39 @@ class LearnBelt:
                 pause = min(pause * 2, LAST_RETRY_S)
 
     async def _one_version(self) -> None:
-        core = self.core
+        core, pretrain = self.core, self.core.spec.pretrain
         if core.state.made < 0:
-            self.progress.learner = "evaluating"
+            self.progress.learner = "evaluating" if pretrain is None else "scaffold"
             await self._hand_over(await self.learner.initial(), 0)
+            return
+        if pretrain is not None and core.state.made < model_version(pretrain):
+            job = await self._round(pretrain)
+            recombines = isinstance(job, RecombineJob)
+            self.progress.learner = "recombining" if recombines else "adding up the blocks"
+            await self._hand_over(await self.learner.train(job), job.version)
             return
         batch = await self._batch()
         self.progress.learner = "training"
         await self._hand_over(await self.learner.train(await job_of(core, batch)), batch.version)
+
+    async def _round(self, pretrain: PretrainSpec) -> RoundJob | RecombineJob:
+        """The next round's job, once it is full, or its time is up and there is a quorum."""
+        core = self.core
+        while True:
+            formed = core.state.blocks.round
+            if formed is not None and formed.version > core.state.made:
+                await core.record([])  # durable before the learner starts
+                return await block_job(core, formed, self.run_folder)
+            changed, now = core.changed, core.now_ms()
+            publishing = core.state.unpublished is not None
+            self.progress.learner = "publishing" if publishing else "collecting"
+            formed = form_round(core.state, pretrain, now)
+            if formed is not None:
+                await core.record([formed])
+                continue
+            left = (round_ends(core.state, pretrain) - now) / 1000
+            with trio.move_on_after(left if left > 0 else math.inf):
+                await changed.wait()
 
     async def _batch(self) -> BatchFormed:
         core = self.core
@@ -89,12 +125,19 @@ class LearnBelt:
         self.progress.learner = "publishing"
         done = VersionTrained(
             version=version,
-            weights=_relative(Path(trained.weights), self.run_folder),
+            weights=self._weights(trained),
             stats=trained.stats,
             accuracy=trained.accuracy,
             at_ms=self.core.now_ms(),
         )
         await self.core.record([done])
+
+    def _weights(self, trained: Trained) -> str:
+        """The one file of a policy; a version of the block stage has several, under names of their own."""
+        pretrain = self.core.spec.pretrain
+        if pretrain is not None and trained.version <= last_block_version(pretrain):
+            return ""
+        return _relative(Path(trained.weights), self.run_folder)
 
     async def _published(self) -> None:
         """Wait while there is a version that is trained and not published."""
@@ -114,6 +157,32 @@ async def job_of(core: Core, batch: BatchFormed) -> TrainJob:
         item = core.state.submissions[submission_id]
         parts.append(BatchPart(lease=item.lease, payload=payloads[submission_id], rewards=item.rewards))
     return TrainJob(version=batch.version, parts=tuple(parts))
+
+
+async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJob | RecombineJob:
+    """What the learner needs to make ``formed.version`` in the block stage.
+
+    Raises:
+        RunFolderError: the differences of a whole block are gone from the disk.
+    """
+    if not formed.submissions:
+        return RecombineJob(version=formed.version)
+    parts = []
+    for submission_id in formed.submissions:
+        place = unit_folder(run_folder, submission_id) / DELTA_FILE
+        if not await core.offload(place.is_file):
+            log.error("%s is gone: the round goes on without it", place)
+            continue
+        lease = core.state.blocks.work[submission_id].lease
+        delta = str(place.relative_to(run_folder))
+        parts.append(Contribution(block=lease.block, slot=lease.slot, delta=delta))
+    wanted = {core.state.blocks.work[key].lease.block for key in formed.submissions}
+    if lost := wanted - {part.block for part in parts}:
+        raise RunFolderError(
+            f"every accepted difference of block {min(lost)} is gone from {run_folder / 'units'}: "
+            "restore that folder from a backup"
+        )
+    return RoundJob(version=formed.version, contributions=tuple(parts))
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 import torch
-import trio
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,7 +31,14 @@ from barnraise.coordinator import checkpoints
 from barnraise.coordinator.batches import Row, read_batch
 from barnraise.coordinator.checkpoints import Record
 from barnraise.coordinator.scoring import Scorer
-from barnraise.coordinator.workers import Trained, TrainJob, TrainStats, WorkerSetup, checkpoint_folder
+from barnraise.coordinator.workers import (
+    Trained,
+    TrainJob,
+    TrainStats,
+    WorkerSetup,
+    checkpoint_folder,
+    first_policy,
+)
 from barnraise.kernels.generate import greedy
 from barnraise.kernels.grpo import LossStats, policy_loss, token_weights
 from barnraise.kernels.logprobs import token_logprobs
@@ -46,15 +52,15 @@ from barnraise.protocol.seeds import held_out_seed
 log = logging.getLogger(__name__)
 
 NOT_EVALUATED = -1.0
-_MICRO_BATCH_BYTES = 2 * 1024**3
+MICRO_BATCH_BYTES = 2 * 1024**3
 """Activations kept for one backward pass, by estimate; the default of ``Trainer``."""
 _ACTIVATIONS_PER_UNIT = 40  # floats kept per token, layer and unit of width; an estimate, meant to be high
 
 
 class Trainer:
-    """Holds policy and optimiser between jobs. Synchronous; ``LocalLearner`` and the child wrap it."""
+    """Holds policy and optimiser between jobs. Synchronous; ``barnraise.coordinator.workshop`` wraps it."""
 
-    def __init__(self, setup: WorkerSetup, micro_batch_bytes: int = _MICRO_BATCH_BYTES) -> None:
+    def __init__(self, setup: WorkerSetup, micro_batch_bytes: int = MICRO_BATCH_BYTES) -> None:
         """Read tokenizer and environment; weights are loaded when first needed.
 
         Raises:
@@ -121,6 +127,15 @@ class Trainer:
         self._version = job.version
         weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
         return msgspec.structs.replace(trained, weights=weights)
+
+    def accuracy(self, version: int) -> float:
+        """Held-out accuracy of the greedy policy of a version that this class did not make.
+
+        Raises:
+            RunFolderError: its checkpoint is missing or damaged.
+        """
+        self._load(version)
+        return self._evaluate()
 
     # --- one version
 
@@ -273,7 +288,7 @@ class Trainer:
         optimizer = _optimizer(policy, self.spec.grpo)
         if (folder / checkpoints.OPTIMIZER_FILE).is_file():
             _restore_optimizer(policy, optimizer, folder / checkpoints.OPTIMIZER_FILE)
-        elif version > 0:
+        elif record is not None and version > 0 and not record.fresh_optimizer:
             raise RunFolderError(
                 f"{folder} has no {checkpoints.OPTIMIZER_FILE}: remove the folder to train it again"
             )
@@ -283,7 +298,8 @@ class Trainer:
 
     def _reference_policy(self) -> Policy:
         if self._reference is None:
-            self._reference = load_policy(checkpoint_folder(self.folder, 0), "float32", self._device)
+            first = first_policy(self.spec)
+            self._reference = load_policy(checkpoint_folder(self.folder, first), "float32", self._device)
             self._reference.model.requires_grad_(False)
         return self._reference
 
@@ -295,24 +311,6 @@ class Trainer:
         if dtype != "float32":
             save_weights(self._policy.model, folder / checkpoints.MASTER_FILE, "float32")
         save_tensors(_optimizer_tensors(self._policy, self._optimizer), folder / checkpoints.OPTIMIZER_FILE)
-
-
-class LocalLearner:
-    """The learner seam in this very process, for tests and the simulator: it blocks while it trains."""
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._trainer = Trainer(setup)
-
-    async def initial(self) -> Trained:
-        await trio.lowlevel.checkpoint()
-        return self._trainer.initial()
-
-    async def train(self, job: TrainJob) -> Trained:
-        await trio.lowlevel.checkpoint()
-        return self._trainer.train(job)
-
-    async def close(self) -> None:
-        await trio.lowlevel.checkpoint()
 
 
 def _micro_batches(rows: Sequence[Row], tokens: int) -> list[list[Row]]:

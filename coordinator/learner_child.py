@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 from msgspec import Struct
 
-from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob, StageProgress
+from barnraise.coordinator.workers import Report, Trained, TrainJob, WorkerSetup
 from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
 
 if TYPE_CHECKING:
-    from barnraise.coordinator.learner import Trainer
+    from barnraise.coordinator.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Children that one request may cost before it is given up."""
+REPORT_EVERY_S = 0.25
 MICRO_BATCH_BYTES = 2 * 1024**3
 """Activations that a backward pass may keep, by estimate; quartered when memory runs out."""
 
@@ -55,6 +58,7 @@ class ChildLearner:
 
     def __init__(self, setup: WorkerSetup, log_path: Path | None = None) -> None:
         """``log_path``: file to which the child's messages are appended; None shares ours."""
+        self.on_progress: Report = lambda subject, fraction: None
         self._setup = setup
         self._log = log_path
         self._child: Child | None = None
@@ -75,7 +79,7 @@ class ChildLearner:
         """
         return await self._request(InitialJob())
 
-    async def train(self, job: TrainJob) -> Trained:
+    async def train(self, job: TrainJob | RoundJob | RecombineJob) -> Trained:
         """See ``barnraise.coordinator.workers.Learner``. A child that dies is replaced and asked again.
 
         Raises:
@@ -89,12 +93,12 @@ class ChildLearner:
         self._closed = True
         await self._end_child()
 
-    async def _request(self, request: InitialJob | TrainJob) -> Trained:
+    async def _request(self, request: InitialJob | TrainJob | RoundJob | RecombineJob) -> Trained:
         async with self._lock:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     child = await self._started()
-                    return await child.request(request, Trained)
+                    return await child.request(request, Trained, self._note, events=StageProgress)
                 except ChildError as error:
                     refused = isinstance(error, _SetUpRefused) or self.pid is not None
                     if refused or self._closed or attempt == ATTEMPTS:
@@ -103,6 +107,9 @@ class ChildLearner:
                         self._micro_batch_bytes //= 4
                     log.warning("%s; starting another (%d of %d)", error, attempt + 1, ATTEMPTS)
             raise AssertionError  # unreachable: the last attempt returns or raises
+
+    def _note(self, progress: StageProgress) -> None:
+        self.on_progress(progress.subject, progress.fraction)
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None
@@ -135,23 +142,40 @@ class ChildLearner:
 def main() -> None:
     """The child's main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
-    trainer: Trainer | None = None
+    workshop: Workshop | None = None
 
-    def handle(request: SetUp | InitialJob | TrainJob, send: Send) -> Ready | Trained:
-        nonlocal trainer
+    def handle(
+        request: SetUp | InitialJob | TrainJob | RoundJob | RecombineJob, send: Send
+    ) -> Ready | Trained:
+        nonlocal workshop
         import torch
 
-        from barnraise.coordinator.learner import Trainer
+        from barnraise.coordinator.workshop import Workshop
 
         if isinstance(request, SetUp):
             torch.set_num_threads(max(1, request.worker.threads))
-            trainer = Trainer(request.worker, request.micro_batch_bytes)
+            workshop = Workshop(request.worker, request.micro_batch_bytes)
             return Ready()
-        if trainer is None:
+        if workshop is None:
             raise BarnraiseError("the learner was asked before it was set up")
-        return trainer.initial() if isinstance(request, InitialJob) else trainer.train(request)
+        workshop.on_progress = _sparing(send)
+        return workshop.initial() if isinstance(request, InitialJob) else workshop.make(request)
 
-    serve(handle, SetUp | InitialJob | TrainJob)
+    serve(handle, SetUp | InitialJob | TrainJob | RoundJob | RecombineJob)
+
+
+def _sparing(send: Send) -> Report:
+    """Progress to the parent, a few times a second at most."""
+    last = 0.0
+
+    def report(subject: str, fraction: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= REPORT_EVERY_S or fraction >= 1:
+            last = now
+            send(StageProgress(subject=subject, fraction=fraction))
+
+    return report
 
 
 if __name__ == "__main__":

@@ -11,9 +11,14 @@ class Progress:
 
     learner: str = "starting"
     learner_trouble: str = ""
+    learner_share: float = -1.0  # of a long job; -1: none is under way
     publishing: int | None = None  # the version being hashed, patched and signed
     publisher_trouble: str = ""
     verifying: int = 0
     verifiers: int = 1
     verifiers_busy: int = 0
     verifier_trouble: str = ""
+
+    def note(self, subject: str, share: float) -> None:
+        """How far the learner is with a long job."""
+        self.learner, self.learner_share = subject, share

@@ -18,17 +18,20 @@ from pathlib import Path
 import trio
 
 from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator.block_files import sweep_units
+from barnraise.coordinator.block_fold import SETTLED as OVER
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import VersionPublished
 from barnraise.coordinator.hub import Hub
-from barnraise.coordinator.learn_belt import FIRST_RETRY_S, LAST_RETRY_S, job_of
+from barnraise.coordinator.learn_belt import FIRST_RETRY_S, LAST_RETRY_S, block_job, job_of
 from barnraise.coordinator.ledger_log import manifest_digest
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import run_complete
-from barnraise.coordinator.state import SETTLED, Unpublished
-from barnraise.coordinator.workers import Learner, checkpoint_folder
+from barnraise.coordinator.state import SETTLED, State, Unpublished
+from barnraise.coordinator.workers import Learner, TrainJob, checkpoint_folder, first_policy
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.manifest import manifest_bytes
@@ -120,7 +123,7 @@ class PublishBelt:
                 core.sign,
                 now,
                 self.shard_size,
-                self._previous(),
+                self._previous(trained.version),
                 self.mirrors,
                 tell,
             )
@@ -148,14 +151,24 @@ class PublishBelt:
 
     async def _present(self, due: Unpublished) -> None:
         """Have the checkpoint made again if its folder is gone (a disk restored, a folder deleted)."""
-        folder = checkpoint_folder(self.run_folder, due.trained.version)
-        if due.batch is None or folder.is_dir():
+        version = due.trained.version
+        if checkpoint_folder(self.run_folder, version).is_dir():
             return
-        log.warning("checkpoint %d is gone before it was published: it is made again", due.batch.version)
-        await self.learner.train(await job_of(self.core, due.batch))
+        formed = self.core.state.blocks.round
+        job: TrainJob | RoundJob | RecombineJob
+        if due.batch is not None:
+            job = await job_of(self.core, due.batch)
+        elif formed is not None and formed.version == version:
+            job = await block_job(self.core, formed, self.run_folder)
+        else:
+            return
+        log.warning("checkpoint %d is gone before it was published: it is made again", version)
+        await self.learner.train(job)
 
-    def _previous(self) -> Previous | None:
-        """The head, as what the next version's patch begins with; None if it cannot be had."""
+    def _previous(self, version: int) -> Previous | None:
+        """The head, as what the patch to ``version`` begins with; None if it cannot be had."""
+        if version <= first_policy(self.core.spec):
+            return None  # versions of the block stage share no weights but the scaffold's own shards
         info = self.core.state.versions[-1] if self.core.state.versions else None
         signed = None if info is None else self.core.journal.manifest(info.version)
         if info is None or signed is None:
@@ -169,27 +182,39 @@ class PublishBelt:
         oldest = state.head - state.max_lag
         needed = [lease.terms.policy_version for lease in state.leases.values()]
         needed += [state.submissions[key].lease.policy_version for key in state.waiting]
+        needed += [hold.terms.policy_version for hold in state.blocks.leases.values()]
+        needed += [state.blocks.work[key].lease.policy_version for key in state.blocks.waiting]
         # A rejected submission may be appealed: then its weights are needed once more.
         needed += [
             item.lease.policy_version for item in state.submissions.values() if item.status == "rejected"
         ]
         keep_from = max(min([oldest - 1, *needed]), oldest - MOST_KEPT)
         stored = await core.offload(lambda: core.journal.payload_ids(oldest))
-        settled = [
-            key
-            for key in stored
-            if key not in core.state.appeals
-            and (key not in core.state.submissions or core.state.submissions[key].status in SETTLED)
-        ]
+        settled = [key for key in stored if _is_settled(core.state, key)]
         if settled:
             await core.record([], drop_payloads=settled)
         head = state.head
-        gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from))
+        if core.spec.pretrain is not None:
+            work = {key: item for key, item in core.state.blocks.work.items() if item.status not in OVER}
+            await core.offload(lambda: sweep_units(self.run_folder, work))
+        keep = {0, first_policy(core.spec)}
+        gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from, keep))
         if self.origin is not None:
             self.origin.retain(range(max(0, keep_from), head + 1))
         await core.offload(lambda: publisher.slim(self.run_folder, head))
         if gone:
             log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
+
+
+def _is_settled(state: State, submission_id: bytes) -> bool:
+    """Whether nothing needs a submission's payload any more."""
+    if submission_id in state.appeals:
+        return False
+    block = state.blocks.work.get(submission_id)
+    if block is not None:
+        return block.status in OVER
+    rollouts = state.submissions.get(submission_id)
+    return rollouts is None or rollouts.status in SETTLED
 
 
 def _line(event: VersionPublished) -> str:

@@ -10,18 +10,19 @@ import hashlib
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import msgspec
 
-from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE
+from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE, OUTER_FILE
 from barnraise.coordinator.opening import OpeningWriter, Tell
 from barnraise.coordinator.patching import Previous, expected_bases, offer_patches, patch_places
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards, fitting_shard_size
 from barnraise.protocol.messages import MAX_SHARD, Manifest, Message, Signed
+from barnraise.protocol.pretrain import last_block_version, part_name
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
 
@@ -34,6 +35,9 @@ def version_files(run_folder: Path, spec: RunSpec, version: int, weights: str) -
     """What a version consists of: published name -> file. ``weights`` may be relative to the run folder."""
     folder = checkpoint_folder(run_folder, version)
     files = {name: folder / name for name in spec.model.assets}
+    if spec.pretrain is not None and version <= last_block_version(spec.pretrain):
+        parts = (part_name(spec.pretrain, part) for part in range(spec.pretrain.blocks + 1))
+        return files | {name: folder / name for name in parts}
     files[WEIGHTS_FILE] = run_folder / weights
     return files
 
@@ -108,8 +112,8 @@ def serve(run_folder: Path, store: DiskStore, manifest: Manifest, files: dict[st
             store.adopt(path, entry_shards(patch, manifest.shard_size))
 
 
-def prune(run_folder: Path, store: DiskStore, keep_from: int) -> list[int]:
-    """Delete checkpoints older than ``keep_from``, except version 0, and stop serving their shards.
+def prune(run_folder: Path, store: DiskStore, keep_from: int, keep: Container[int] = (0,)) -> list[int]:
+    """Delete checkpoints older than ``keep_from``, except ``keep``, and stop serving their shards.
 
     Returns the versions deleted. A folder that cannot be deleted is logged and left.
     """
@@ -117,7 +121,7 @@ def prune(run_folder: Path, store: DiskStore, keep_from: int) -> list[int]:
     root = run_folder / "checkpoints"
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         match = _CHECKPOINT.fullmatch(folder.name)
-        if match is None or not 0 < int(match[1]) < keep_from:
+        if match is None or int(match[1]) in keep or int(match[1]) >= keep_from:
             continue
         store.disown(folder)
         try:
@@ -139,7 +143,7 @@ def slim(run_folder: Path, head: int) -> None:
         match = _CHECKPOINT.fullmatch(folder.name)
         if match is None or not 0 < int(match[1]) < head - 1:
             continue
-        for name in (MASTER_FILE, OPTIMIZER_FILE):
+        for name in (MASTER_FILE, OPTIMIZER_FILE, OUTER_FILE):
             try:
                 (folder / name).unlink(missing_ok=True)
             except OSError as error:

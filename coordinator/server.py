@@ -18,9 +18,11 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator import block_scheduler, publisher, scheduler
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
+from barnraise.coordinator.block_belt import BlockBelt
+from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
@@ -113,7 +115,12 @@ async def run_coordinator(
         hub, progress = Hub(), Progress()
         store = DiskStore(run.store_path)
         sessions = Sessions(
-            core, hub, run.signed_spec, rng or secrets.SystemRandom(), leases_per_node=leases_per_node
+            core,
+            hub,
+            run.signed_spec,
+            rng or secrets.SystemRandom(),
+            leases_per_node=leases_per_node,
+            run_folder=run.path,
         )
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
@@ -124,12 +131,15 @@ async def run_coordinator(
         )
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
-        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin)
+        learner.on_progress = progress.note
+        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
                 await core.open()
                 await offload(partial(_check_head, run, core))
+                if run.spec.pretrain is not None:
+                    await offload(partial(serve_corpus, run.path, run.spec.pretrain.corpus, store))
                 await publish.serve_head()
                 if control:
                     changed = Changed()
@@ -145,6 +155,9 @@ async def run_coordinator(
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)
+                if run.spec.pretrain is not None:
+                    blocks = BlockBelt(core, run.spec.pretrain, verifier, network, run.path, progress)
+                    nursery.start_soon(blocks.run)
                 nursery.start_soon(AppealBelt(core, verifier).run)
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
@@ -196,8 +209,9 @@ async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
         sessions.end_silent()
         try:
             now, complete = core.now_ms(), scheduler.is_complete(core.state, core.spec.rollout)
-            sessions.turned_away.forget_all_but(core.state.leases)
+            sessions.turned_away.forget_all_but(core.state.leases.keys() | core.state.blocks.leases.keys())
             due = scheduler.expired(core.state, now, sessions.turned_away.waits)
+            due += block_scheduler.expired(core.state, now, sessions.turned_away.waits)
             if spares or core.state.epochs:
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:

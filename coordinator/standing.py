@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from barnraise.coordinator.audit import ban_text, is_banned
+from barnraise.coordinator.block_events import BlockJudged
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import (
     AppealDecided,
@@ -63,6 +64,9 @@ def tell_of(core: Core, hub: Hub, write: Write) -> None:
             case SubmissionJudged() | AppealDecided():
                 item = core.state.submissions.get(event.submission_id)
                 key = item.lease.node if item is not None else b""
+            case BlockJudged():
+                work = core.state.blocks.work.get(event.submission_id)
+                key = work.lease.node if work is not None else b""
             case OffenceNoted() | NodeBanned() | BanLifted():
                 key = event.node
             case _:

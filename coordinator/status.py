@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.audit import is_banned
+from barnraise.coordinator.block_scheduler import in_blocks
+from barnraise.coordinator.block_status import block_state, round_in_words, stage_of
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.origin import Origin
@@ -21,7 +24,13 @@ MAX_HISTORY = 1000
 
 
 def state_tree(
-    core: Core, hub: Hub, progress: Progress, network: Network, started_ms: int, origin: Origin | None = None
+    core: Core,
+    hub: Hub,
+    progress: Progress,
+    network: Network,
+    started_ms: int,
+    origin: Origin | None = None,
+    run_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Everything that a person or the demo wants to see; keys as the viewers expect them."""
     state, spec = core.state, core.spec
@@ -36,6 +45,8 @@ def state_tree(
         "run_id": core.run_id.hex(),
         "state": "complete" if complete else progress.learner,
         "reason": _reason(core, progress),
+        "stage": stage_of(state, spec),
+        "pretrain": block_state(core, progress, run_folder),
         "policy_version": state.head,
         "target_version": spec.rollout.versions,
         "reward": rewards[-1][1] if rewards else None,
@@ -47,8 +58,9 @@ def state_tree(
         "spared": state.spared,
         "clawed_back": state.clawed_back,
         "appeals_open": len(state.appeals),
-        "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out),
-        "queue": len(state.waiting),
+        "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out)
+        + sum(1 for hold in state.blocks.leases.values() if not hold.timed_out),
+        "queue": len(state.waiting) + len(state.blocks.waiting),
         "queue_bytes": state.waiting_bytes,
         "queue_tokens": round(state.waiting_bytes / bytes_per_token(spec.verify)),
         "queue_oldest_s": _oldest_s(core),
@@ -59,7 +71,10 @@ def state_tree(
         "groups_ready": state.pool_groups,
         "groups_usable": state.pool_usable,
         "groups_wanted": spec.rollout.groups_per_version,
-        "nodes": [_node(node, hub.by_key.get(node.key), core.now_ms()) for node in _shown(core, hub)],
+        "nodes": [
+            _node(node, hub.by_key.get(node.key), core.now_ms(), len(state.blocks.held.get(node.key, ())))
+            for node in _shown(core, hub)
+        ],
         "nodes_known": len(state.nodes),
         "nodes_live": len(hub.by_key),
         "bytes_in": int(getattr(network, "bytes_in", 0)),
@@ -86,6 +101,8 @@ def _reason(core: Core, progress: Progress) -> str:
         return f"publishing: {progress.publisher_trouble}"
     if progress.verifier_trouble:
         return f"verifier: {progress.verifier_trouble}"
+    if progress.learner == "collecting" and in_blocks(core.state, core.spec.pretrain):
+        return round_in_words(core)
     if progress.learner == "collecting":
         spec = core.spec.rollout
         return f"{core.state.pool_usable} of {spec.groups_per_version} usable groups verified"
@@ -108,7 +125,7 @@ def _shown(core: Core, hub: Hub) -> list[Node]:
     return nodes[:MAX_NODES]
 
 
-def _node(node: Node, live: Live | None, now_ms: int) -> dict[str, Any]:
+def _node(node: Node, live: Live | None, now_ms: int, blocks: int) -> dict[str, Any]:
     verdict = node.last_verdict
     return {
         "name": node.name,
@@ -126,6 +143,6 @@ def _node(node: Node, live: Live | None, now_ms: int) -> dict[str, Any]:
         "banned_until": node.banned_until,
         "verified_in_a_row": node.audit.streak,
         "unaudited": len(node.audit.unaudited),
-        "leases": len(node.leases),
+        "leases": len(node.leases) + blocks,
         "last_verdict": "" if verdict is None else "accepted" if verdict.accepted else verdict.check,
     }

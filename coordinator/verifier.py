@@ -25,6 +25,8 @@ import trio
 from torch import Tensor
 
 from barnraise.coordinator import checks, draw_checks, toploc_checks
+from barnraise.coordinator.block_judge import BlockJudge
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.checks import CheckFailure, Completion
 from barnraise.coordinator.scoring import Scorer
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
@@ -33,7 +35,7 @@ from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weigh
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.sampling import margins
 from barnraise.kernels.tokens import Codec
-from barnraise.kernels.toploc import chunk_points, score
+from barnraise.kernels.toploc import ChunkScore, score
 from barnraise.protocol.environments import Task, build_environment
 from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.messages import Verdict
@@ -58,12 +60,17 @@ class _Case:
     prompts: list[list[int]]
     seeds: list[int]
     failure: CheckFailure | None = None
+    scores: list[list[ChunkScore]] = field(default_factory=list)
     margins: list[Floats] = field(default_factory=list)
     logprobs: list[Floats] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         return sum(len(completion.tokens) for completion in self.completions)
+
+    def chunks(self, size: int) -> int:
+        """Proofs of ``size`` tokens in the whole submission."""
+        return sum(-(-len(completion.tokens) // size) for completion in self.completions)
 
 
 class Judge:
@@ -164,6 +171,7 @@ class Judge:
         results = []
         for case in cases:
             case.failure = None
+            case.scores.clear()
             case.margins.clear()
             case.logprobs.clear()
             try:
@@ -206,15 +214,17 @@ class Judge:
         if not all(bool(torch.isfinite(state).all()) for state in states):
             raise BarnraiseError("the policy's own hidden states are not finite: its weights are broken")
         scores = score(
-            [completion.proofs for completion in found], states, verify.toploc_top_k, verify.toploc_chunk
+            [completion.proofs for completion in found],
+            states,
+            verify.toploc_top_k,
+            verify.toploc_chunk,
+            among=toploc_checks.AMONG,
         )
-        for (case, number), completion, values in zip(rows, found, scores, strict=True):
-            points = chunk_points(
-                len(completion.tokens), policy.hidden_size, verify.toploc_top_k, verify.toploc_chunk
-            )
+        for (case, number), values in zip(rows, scores, strict=True):
+            case.scores.append(values)
             try:
                 if case.failure is None:
-                    toploc_checks.check_toploc(values, points, number, verify)
+                    toploc_checks.check_toploc(values, number, case.chunks(verify.toploc_chunk), verify)
             except CheckFailure as failure:
                 case.failure = failure
         kept = [i for i, (case, _) in enumerate(rows) if case.failure is None]
@@ -259,6 +269,7 @@ class Judge:
         try:
             if case.failure is not None:
                 raise case.failure
+            toploc_checks.check_toploc_sums(case.scores, verify)
             draw_checks.check_sampling(case.margins, verify, temperature)
             for number, completion in enumerate(case.completions):
                 draw_checks.check_end(completion, case.logprobs[number], number, verify)
@@ -433,11 +444,19 @@ class LocalVerifier:
     slots = 1
 
     def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
         self._judge = Judge(setup)
+        self._blocks: BlockJudge | None = None
 
     async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
         await trio.lowlevel.checkpoint()
         return self._judge.judge(jobs)
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        await trio.lowlevel.checkpoint()
+        if self._blocks is None:
+            self._blocks = BlockJudge(self._setup)
+        return self._blocks.judge(job)
 
     async def close(self) -> None:
         self._judge.close()

@@ -9,17 +9,22 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 from msgspec import Struct
 
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
+from barnraise.coordinator.patience import FLOOR_S, Patience, StalledError, stalled
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.child import Child, Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
 
 if TYPE_CHECKING:
+    from barnraise.coordinator.block_judge import BlockJudge
     from barnraise.coordinator.verifier import Judge
+
+Reply = TypeVar("Reply", bound=Struct)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,7 @@ class ChildVerifier:
     """The verifier seam over a child, which is started when first needed and after it died."""
 
     slots = 1
+    program: tuple[str, ...] = (sys.executable, "-m", "barnraise.coordinator.verifier_child")
 
     def __init__(self, setup: WorkerSetup, log_path: Path | None = None, accelerator: str = "") -> None:
         """Nothing is started yet.
@@ -57,6 +63,7 @@ class ChildVerifier:
         self._log = log_path
         self._child: Child | None = None
         self._lock = trio.Lock()
+        self._patience = Patience(setup.spec.model.parameters)
 
     @property
     def pid(self) -> int | None:
@@ -67,16 +74,18 @@ class ChildVerifier:
         """See ``barnraise.coordinator.workers.Verifier``. A child that dies is replaced once per call.
 
         Raises:
+            StalledError: it took far longer than these jobs can take, and was ended.
             ChildError: the verifier died again, could not be started, or could not load a version.
         """
-        async with self._lock:
-            try:
-                return await self._ask(jobs)
-            except ChildError as error:
-                if self.pid is not None:  # it lives and refused: asking again would change nothing
-                    raise
-                log.warning("%s; starting another", error)
-            return await self._ask(jobs)
+        return (await self._ask(VerifyBatch(jobs=jobs), VerifyResults)).results
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        """See ``barnraise.coordinator.workers.Verifier``. A child that dies is replaced once per call.
+
+        Raises:
+            ChildError: as ``verify``.
+        """
+        return await self._ask(job, BlockResult)
 
     async def close(self) -> None:
         """End the child; safe to call twice."""
@@ -84,9 +93,30 @@ class ChildVerifier:
         if child is not None:
             await child.close()
 
-    async def _ask(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
+    async def _ask(self, request: VerifyBatch | BlockVerifyJob, reply: type[Reply]) -> Reply:
+        async with self._lock:
+            try:
+                return await self._request(request, reply)
+            except StalledError:  # once more would take as long
+                raise
+            except ChildError as error:
+                if self.pid is not None:  # it lives and refused: asking again would change nothing
+                    raise
+                log.warning("%s; starting another", error)
+            return await self._request(request, reply)
+
+    async def _request(self, request: VerifyBatch | BlockVerifyJob, reply: type[Reply]) -> Reply:
+        """Ask once; a child that is at a batch for far too long is ended."""
         child = await self._started()
-        return (await child.request(VerifyBatch(jobs=jobs), VerifyResults)).results
+        if not isinstance(request, VerifyBatch):
+            return await child.request(request, reply)
+        began, allowed = trio.current_time(), self._patience.allowance(request.jobs)
+        with trio.move_on_after(allowed):
+            answer = await child.request(request, reply)
+            self._patience.note(request.jobs, trio.current_time() - began)
+            return answer
+        await child.kill()
+        raise stalled(request.jobs, allowed)
 
     async def _started(self) -> Child:
         if self._child is not None and self._child.alive:
@@ -101,42 +131,56 @@ class ChildVerifier:
         if self._accelerator:
             environment["CUDA_VISIBLE_DEVICES"] = self._accelerator
         child = await Child.start(
-            [sys.executable, "-m", "barnraise.coordinator.verifier_child"],
+            self.program,
             name="verifier",
             log=self._log,
             env=environment,
         )
         self._child = child
         try:
-            await child.request(self._setup, Ready)
+            with trio.move_on_after(FLOOR_S):
+                await child.request(self._setup, Ready)
+                return child
+            raise StalledError(
+                f"the verifier was not ready within {FLOOR_S / 60:.0f} minutes of its start and was stopped: "
+                "see verifier.log for what it waits for"
+            )
         except BaseException:
             # Half set up: a child that refused its setup would refuse everything else.
             self._child = None
             await child.kill()
             raise
-        return child
 
 
 def main() -> None:
     """The child's main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s verifier %(levelname)s %(message)s")
+    setup: WorkerSetup | None = None
     judge: Judge | None = None
+    blocks: BlockJudge | None = None
 
-    def handle(request: WorkerSetup | VerifyBatch, send: Send) -> Ready | VerifyResults:
-        nonlocal judge
+    def handle(
+        request: WorkerSetup | VerifyBatch | BlockVerifyJob, send: Send
+    ) -> Ready | VerifyResults | BlockResult:
+        nonlocal setup, judge, blocks
         import torch
 
+        from barnraise.coordinator.block_judge import BlockJudge
         from barnraise.coordinator.verifier import Judge
 
         if isinstance(request, WorkerSetup):
             torch.set_num_threads(max(1, request.threads))
-            judge = Judge(request)
+            setup, judge = request, Judge(request)
             return Ready()
-        if judge is None:
+        if setup is None or judge is None:
             raise BarnraiseError("the verifier was asked before it was set up")
+        if isinstance(request, BlockVerifyJob):
+            blocks = blocks or BlockJudge(setup)
+            return blocks.judge(request, send.cancelled)
+        blocks = None  # memory: once there are rollouts, units are late ones at most
         return VerifyResults(results=judge.judge(request.jobs, send.cancelled))
 
-    serve(handle, WorkerSetup | VerifyBatch)
+    serve(handle, WorkerSetup | VerifyBatch | BlockVerifyJob)
 
 
 if __name__ == "__main__":

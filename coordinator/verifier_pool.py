@@ -8,12 +8,16 @@ that are not needed are never started.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
+
+T = TypeVar("T")
 
 MAX_VERIFIERS = 64
 _CORES_KEPT = 1  # for the coordinator's own event loop and the learner
@@ -42,13 +46,24 @@ class VerifierPool:
         Raises:
             ChildError: the member that was given the batch failed; the others go on.
         """
+        return await self._with_member(lambda member: member.verify(jobs))
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        """See ``barnraise.coordinator.workers.Verifier``; waits until a member is free.
+
+        Raises:
+            ChildError: the member that was given the unit failed; the others go on.
+        """
+        return await self._with_member(lambda member: member.verify_block(job))
+
+    async def _with_member(self, ask: Callable[[Verifier], Awaitable[T]]) -> T:
         async with self._turns:
             member = self._free.pop()
             place = 0  # a member that failed is the last choice next time
             try:
-                results = await member.verify(jobs)
+                result = await ask(member)
                 place = self.slots
-                return results
+                return result
             finally:
                 self._free.insert(place, member)
 

@@ -74,7 +74,7 @@ class VerifyBelt:
                     continue
                 due = (item.retry_at for key, item in self._put_off.items() if key not in self._flying)
                 with trio.move_on_at(min(due, default=math.inf)):
-                    await _either(changed, freed)
+                    await either(changed, freed)
 
     async def _judge(self, jobs: tuple[VerifyJob, ...]) -> None:
         """One batch, from the verifier to the journal. Its slot is kept while the verifier is in trouble."""
@@ -173,7 +173,8 @@ class VerifyBelt:
         await core.record(verdict_events(core.state, results, core.audit_seed, parameters, core.now_ms()))
 
 
-async def _either(first: trio.Event, second: trio.Event) -> None:
+async def either(first: trio.Event, second: trio.Event) -> None:
+    """Wait for whichever is set first."""
     async with trio.open_nursery() as nursery:
 
         async def wait(event: trio.Event) -> None:

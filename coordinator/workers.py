@@ -7,13 +7,18 @@ closed set that crosses those pipes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob, RecombineJob, RoundJob
 from barnraise.protocol.messages import RolloutLease, Verdict
+from barnraise.protocol.pretrain import model_version
 from barnraise.protocol.spec import RunSpec
+
+Report = Callable[[str, float], None]  # subject, share done
 
 
 class VerifyJob(Struct, frozen=True, kw_only=True, tag=True):
@@ -92,7 +97,7 @@ class Trained(Struct, frozen=True, kw_only=True, tag=True):
 
     version: int
     weights: str
-    stats: TrainStats | None  # None for version 0
+    stats: TrainStats | None  # None for version 0 and the block stage
     accuracy: float
 
 
@@ -113,16 +118,29 @@ class Verifier(Protocol):
             ChildError: the verifier died and could not be restarted.
         """
 
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        """Judge one block unit, against the version that its lease names; takes a slot as ``verify`` does.
+
+        Raises:
+            ChildError: the verifier died and could not be restarted, or could not read that version.
+        """
+
     async def close(self) -> None: ...
 
 
 class Learner(Protocol):
-    """Turns accepted rollouts into the next policy version."""
+    """Turns accepted work into the next policy version.
+
+    Attributes:
+        on_progress: told, in words and as a share, how far a long job is; set by whoever runs it.
+    """
+
+    on_progress: Report
 
     async def initial(self) -> Trained:
-        """Evaluate and export version 0 (or report it again after a restart)."""
+        """Make, or evaluate and export, version 0 (or report it again after a restart)."""
 
-    async def train(self, job: TrainJob) -> Trained:
+    async def train(self, job: TrainJob | RoundJob | RecombineJob) -> Trained:
         """Run one job to a durable checkpoint; repeats safely (same version -> same result).
 
         Raises:
@@ -139,6 +157,11 @@ class WorkerSetup(Struct, frozen=True, kw_only=True, tag=True):
     run_id: bytes
     folder: str
     threads: int
+
+
+def first_policy(spec: RunSpec) -> int:
+    """The version that post-training begins with: 0, or the model that the block stage ends in."""
+    return 0 if spec.pretrain is None else model_version(spec.pretrain)
 
 
 def checkpoint_folder(run_folder: Path, version: int) -> Path:

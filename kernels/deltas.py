@@ -23,6 +23,7 @@ from barnraise.kernels.mot import Tensors
 
 DeltaFormat = Literal["float32", "bfloat16", "int8"]
 _CODE, _SCALE = "q.", "s."
+_LEAST_SCALE = 1e-30
 
 
 def difference(end: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensors:
@@ -46,7 +47,7 @@ def encode_delta(
             tensors[name] = value.to(getattr(torch, kind)).contiguous()
             continue
         rows = _rows(value)
-        scale = (rows.abs().amax(dim=1) / 127).clamp_min(1e-30)
+        scale = (rows.abs().amax(dim=1) / 127).clamp_min(_LEAST_SCALE)
         tensors[_CODE + name] = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
         tensors[_SCALE + name] = scale.contiguous()
     data = save_bytes(tensors)
@@ -70,6 +71,7 @@ def decode_delta(data: bytes, kind: DeltaFormat, like: Mapping[str, Tensor]) -> 
             rows = _rows(pattern)
             code = _take(tensors, _CODE + name, torch.int8, tuple(rows.shape))
             scale = _take(tensors, _SCALE + name, torch.float32, (rows.shape[0],))
+            _check_scale(name, code, scale)
             value = (code.float() * scale[:, None]).reshape(pattern.shape)
         else:
             value = _take(tensors, name, getattr(torch, kind), tuple(pattern.shape)).float()
@@ -101,6 +103,17 @@ def rounding(data: bytes, kind: DeltaFormat, like: Mapping[str, Tensor]) -> Tens
 
 def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1]) if value.dim() > 1 else value.reshape(1, -1)
+
+
+def _check_scale(name: str, code: Tensor, scale: Tensor) -> None:
+    """A row's largest code is 127, or its scale the least: a coarser one would hide what was added.
+
+    Raises:
+        ModelError: it is not.
+    """
+    fine = (code.int().abs().amax(dim=1) == 127) | (scale <= _LEAST_SCALE * 1.001)
+    if code.numel() and not bool((fine & (scale > 0)).all()):
+        raise ModelError(f"{_SCALE + name} of a difference is coarser than its largest weight needs")
 
 
 def _take(tensors: Tensors, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -22,6 +22,7 @@ from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import DamagedVersionError, MalformedError, StorageError
 from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, PatchEntry, Signed
 from barnraise.protocol.mirrors import check_mirror
+from barnraise.protocol.pretrain import last_block_version, part_name
 from barnraise.protocol.spec import RunSpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -158,7 +159,8 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
         raise MalformedError(
             f"the manifest is of run {manifest.run_id.hex()[:16]}, not of this run {run_id.hex()[:16]}"
         )
-    check_file_names(f"manifest v{manifest.version}", [entry.path for entry in manifest.files], spec)
+    names = [entry.path for entry in manifest.files]
+    check_file_names(f"manifest v{manifest.version}", names, spec, manifest.version)
     _check_sizes(manifest, spec)
     _check_assets(manifest, spec)
     _check_patches(manifest)
@@ -167,8 +169,10 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
     return manifest
 
 
-def check_file_names(what: str, names: Sequence[str], spec: RunSpec) -> None:
+def check_file_names(what: str, names: Sequence[str], spec: RunSpec, version: int) -> None:
     """Whether a version may consist of these files: the run's pinned assets and a set of weights.
+
+    A version of the block stage has one weight file for the scaffold and each block.
 
     Raises:
         MalformedError: they cannot; ``what`` begins the text.
@@ -192,6 +196,15 @@ def check_file_names(what: str, names: Sequence[str], spec: RunSpec) -> None:
         )
     if WEIGHTS_FILE not in weights:
         _check_parts(what, weights)
+    pretrain = spec.pretrain
+    if pretrain is not None and version <= last_block_version(pretrain):
+        if weights != {part_name(pretrain, part) for part in range(pretrain.blocks + 1)}:
+            raise MalformedError(
+                f"{what}: a version of {pretrain.blocks} blocks and a scaffold has "
+                f"{pretrain.blocks + 1} weight files, not {len(weights)}"
+            )
+    elif pretrain is not None and WEIGHTS_FILE not in weights:
+        raise MalformedError(f"{what}: the blocks are put together by then, in one {WEIGHTS_FILE}")
     strangers = rest - weights - (set() if WEIGHTS_FILE in weights else {WEIGHTS_INDEX})
     if strangers:
         raise MalformedError(f"{what}: {min(strangers)} is neither weights nor pinned by the run spec")
@@ -213,7 +226,7 @@ def _check_sizes(manifest: Manifest, spec: RunSpec) -> None:
                     f"manifest v{manifest.version}: shard {digest.hex()[:16]} is given two different sizes"
                 )
     total = manifest_bytes(manifest)
-    most = largest_version(spec)
+    most = largest_version(spec, manifest.version)
     if total > most:
         raise MalformedError(
             f"manifest v{manifest.version}: {total} bytes in all, but a version of this run's model "
@@ -221,9 +234,13 @@ def _check_sizes(manifest: Manifest, spec: RunSpec) -> None:
         )
 
 
-def largest_version(spec: RunSpec) -> int:
-    """Upper bound in bytes of one version: twice the weights (untied copies), plus the assets' allowance."""
-    width = 4 if spec.model.weights_dtype == "float32" else 2
+def largest_version(spec: RunSpec, version: int) -> int:
+    """Upper bound in bytes of a version: twice the weights (untied copies), plus the assets' allowance.
+
+    A version of the block stage is float32: all blocks, and a scaffold no larger than the model.
+    """
+    blocks = spec.pretrain is not None and version <= last_block_version(spec.pretrain)
+    width = 4 if blocks or spec.model.weights_dtype == "float32" else 2
     return 2 * width * spec.model.parameters + ASSET_ALLOWANCE
 
 

@@ -81,8 +81,8 @@ def check_opening(signed: Signed, spec: RunSpec, run_id: bytes) -> Opening:
     names = [file.path for file in opening.files]
     if names != sorted(names):
         raise MalformedError(f"{what}: its files are not in order of name")
-    check_file_names(what, names, spec)
-    total, most = opened_bytes(opening), largest_version(spec)
+    check_file_names(what, names, spec, opening.version)
+    total, most = opened_bytes(opening), largest_version(spec, opening.version)
     if total > most:
         raise MalformedError(f"{what}: {total} bytes in all, a version of this run has at most {most}")
     count = sum(-(-file.size // opening.shard_size) for file in opening.files)

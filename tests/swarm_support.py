@@ -25,11 +25,11 @@ from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.export import export_run
 from barnraise.coordinator.folder import Run, create_run, open_run
-from barnraise.coordinator.learner import LocalLearner
 from barnraise.coordinator.presets import demo
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier import LocalVerifier
 from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
+from barnraise.coordinator.workshop import LocalLearner
 from barnraise.kernels.demo_model import Recipe, create_demo_model
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from barnraise.coordinator import checkpoints, learner
 from barnraise.coordinator.batches import read_batch
-from barnraise.coordinator.learner import LocalLearner, Trainer
+from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
+from barnraise.coordinator.workshop import LocalLearner
 from barnraise.kernels.models import load_policy
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError

@@ -89,7 +89,7 @@ async def test_memory_that_runs_out_means_smaller_micro_batches(
     class Small:
         alive = False
 
-        async def request(self, request: object, reply: object) -> object:
+        async def request(self, request: object, reply: object, *rest: object, **named: object) -> object:
             if isinstance(request, learner_child.SetUp):
                 sizes.append(request.micro_batch_bytes)
                 return learner_child.Ready()

@@ -200,7 +200,7 @@ def test_one_shard_cannot_have_two_sizes(tmp_path: Path) -> None:
 def test_a_version_far_larger_than_its_model_is_refused(tmp_path: Path) -> None:
     manifest, _ = version(tmp_path)
     spec = run_spec()
-    size = largest_version(spec) + 1
+    size = largest_version(spec, 1) + 1
     count = math.ceil(size / 1024 / 4096)
     shards = tuple(number.to_bytes(32, "big") for number in range(count))
     huge = FileEntry(path="model.safetensors", size=size, sha256=b"s" * 32, shards=shards)
