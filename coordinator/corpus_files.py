@@ -220,7 +220,7 @@ def _pack(
 ) -> Corpus:
     vocabulary = tokenizer.get_vocab_size()
     width = 2 if vocabulary <= 2**16 else 4
-    end = _end_token(tokenizer)
+    end = end_token(tokenizer)
     shards: dict[bool, list[bytes]] = {False: [], True: []}
     rest: dict[bool, list[int]] = {False: [], True: []}
     seen: set[bytes] = set()  # a repeated shard would be drawn twice in an epoch
@@ -268,7 +268,8 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
-def _end_token(tokenizer: Tokenizer) -> int:
+def end_token(tokenizer: Tokenizer) -> int:
+    """The id that ends a document. Raises CorpusError if no token of a known name does."""
     for text in (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<end_of_turn>"):
         token = tokenizer.token_to_id(text)
         if token is not None:

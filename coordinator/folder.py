@@ -8,6 +8,8 @@
     RUN/state.sqlite     the journal
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
     RUN/store/           shards that lie in no checkpoint
+    RUN/corpus/          with phase "pretrain": the text, in token shards
+    RUN/scaffold.safetensors    an earlier run's scaffold, where the run takes one
     RUN/control.sock     while a coordinator runs; RUN/lock keeps a second one out
     RUN/coordinator.log
 """
@@ -28,6 +30,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from barnraise.coordinator.block_workers import corpus_folder
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import sign
@@ -35,6 +38,7 @@ from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageErr
 from barnraise.protocol.identity import Identity, load_identity, save_identity
 from barnraise.protocol.manifest import ASSET_ALLOWANCE, WEIGHTS_FILE
 from barnraise.protocol.messages import Signed
+from barnraise.protocol.pretrain import PretrainSpec
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.spec import (
     Dtype,
@@ -49,6 +53,7 @@ from barnraise.protocol.spec import (
 )
 
 FORMAT = "1"
+IMPORTED_SCAFFOLD = "scaffold.safetensors"
 _MAX_SPEC = 1024 * 1024
 _ASSET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _ASSET_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
@@ -120,18 +125,82 @@ def create_run(
         RunFolderError: ``folder`` is in use, or the model folder lacks something.
         StorageError: the disk refuses.
     """
+    model = describe_model(model_folder, model_name, settings.weights_dtype, settings.compute_dtype)
+    words = _Words(name, description, seed, now_ms)
+    files = {name: model_folder / name for name in (*model.assets, WEIGHTS_FILE)}
+    return _create(folder, model, settings, verify, words, files, None, identity)
+
+
+def create_pretrain_run(
+    folder: Path,
+    model_folder: Path,
+    parameters: int,
+    corpus: Path,
+    pretrain: PretrainSpec,
+    settings: Settings,
+    verify: VerifySpec,
+    *,
+    name: str,
+    description: str,
+    model_name: str,
+    seed: int,
+    now_ms: int,
+    scaffold: Path | None = None,
+    identity: Identity | None = None,
+) -> bytes:
+    """Make the folder of a run that begins with a model without weights, and return the run's id.
+
+    ``model_folder`` holds config.json and the tokenizer's files (no weights), ``corpus``
+    a prepared corpus (``barnraise.coordinator.corpus_files``), which the run gets a copy
+    of; ``parameters``: the model's, all of them; ``scaffold``: the file that
+    ``pretrain.scaffold`` is the SHA-256 of.
+
+    Raises:
+        RunFolderError: as ``create_run``; or corpus and model have different tokenizers.
+        StorageError: the disk refuses.
+    """
+    model = describe_model(
+        model_folder, model_name, settings.weights_dtype, settings.compute_dtype, parameters
+    )
+    if model.assets["tokenizer.json"] != file_digest(corpus / "tokenizer.json"):
+        raise RunFolderError(f"{model_folder} and the corpus {corpus} have different tokenizers")
+    words = _Words(name, description, seed, now_ms)
+    files = {name: model_folder / name for name in model.assets}
+    return _create(folder, model, settings, verify, words, files, (pretrain, corpus, scaffold), identity)
+
+
+@dataclass(frozen=True)
+class _Words:
+    name: str
+    description: str
+    seed: int
+    now_ms: int
+
+
+_Pretraining = tuple[PretrainSpec, Path, Path | None]  # how, the corpus's folder, an earlier scaffold
+
+
+def _create(
+    folder: Path,
+    model: ModelSpec,
+    settings: Settings,
+    verify: VerifySpec,
+    words: _Words,
+    files: Mapping[str, Path],
+    pretraining: _Pretraining | None,
+    identity: Identity | None,
+) -> bytes:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} exists and is not an empty folder: choose another, or remove it")
     identity = identity or Identity.generate()
-    model = describe_model(model_folder, model_name, settings.weights_dtype, settings.compute_dtype)
     spec = RunSpec(
         format=1,
-        name=name,
-        description=description,
+        name=words.name,
+        description=words.description,
         operator=identity.public_key,
-        created_at=now_ms,
-        phase="posttrain",
-        seed=seed,
+        created_at=words.now_ms,
+        phase="posttrain" if pretraining is None else "pretrain",
+        seed=words.seed,
         model=model,
         environment=settings.environment,
         sampling=settings.sampling,
@@ -140,6 +209,7 @@ def create_run(
         verify=verify,
         evaluation=settings.evaluation,
         admission="open",
+        pretrain=None if pretraining is None else pretraining[0],
     )
     signed = sign(spec, identity)
     try:
@@ -150,7 +220,11 @@ def create_run(
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
         try:
-            _fill(part, model_folder, model, signed, identity)
+            _fill(part, files, signed, identity)
+            if pretraining is not None:
+                _copy_corpus(pretraining[1], corpus_folder(part))
+                if pretraining[2] is not None:
+                    _link(pretraining[2], part / IMPORTED_SCAFFOLD)
             if folder.exists():
                 folder.rmdir()
             part.rename(folder)
@@ -161,12 +235,12 @@ def create_run(
     return run_id(signed)
 
 
-def _fill(part: Path, model_folder: Path, model: ModelSpec, signed: Signed, identity: Identity) -> None:
+def _fill(part: Path, files: Mapping[str, Path], signed: Signed, identity: Identity) -> None:
     checkpoint = checkpoint_folder(part, 0)
     checkpoint.mkdir(parents=True)
     (part / "store").mkdir()
-    for name in (*model.assets, WEIGHTS_FILE):
-        shutil.copyfile(model_folder / name, checkpoint / name)
+    for name, path in files.items():
+        shutil.copyfile(path, checkpoint / name)
         _sync(checkpoint / name)
     save_identity(identity, part / "run.key")
     (part / "spec.bin").write_bytes(wire.encode(signed))
@@ -174,6 +248,31 @@ def _fill(part: Path, model_folder: Path, model: ModelSpec, signed: Signed, iden
     (part / "format").write_text(FORMAT + "\n")
     _sync(part / "format")
     part.chmod(0o755)
+
+
+def _copy_corpus(source: Path, target: Path) -> None:
+    """Shards never change, so one on the same file system is linked; the rest is copied."""
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _link(path, place)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        _sync(target)
+
+
+def file_digest(path: Path) -> bytes:
+    """SHA-256 of a file. Raises RunFolderError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from None
 
 
 def _sync(path: Path) -> None:
@@ -227,7 +326,8 @@ def open_run(folder: Path) -> Iterator[Run]:
             f"{folder / 'run.key'} is not the key that signed {folder / 'spec.bin'}: "
             "restore the run's own key"
         )
-    if not (checkpoint_folder(folder, 0) / WEIGHTS_FILE).is_file():
+    first = WEIGHTS_FILE if spec.pretrain is None else "config.json"  # weights come from training
+    if not (checkpoint_folder(folder, 0) / first).is_file():
         raise RunFolderError(
             f"{folder} has no checkpoint of version 0: restore it from a backup, or make a new run"
         )
@@ -270,8 +370,13 @@ def _locked(folder: Path) -> Iterator[None]:
         yield  # closing the file, even by kill -9, releases the lock
 
 
-def describe_model(folder: Path, name: str, weights_dtype: Dtype, compute_dtype: Dtype) -> ModelSpec:
+def describe_model(
+    folder: Path, name: str, weights_dtype: Dtype, compute_dtype: Dtype, parameters: int | None = None
+) -> ModelSpec:
     """Read off a Hugging Face folder what a run spec says about its model. Loads no weights.
+
+    ``parameters`` None: they are counted in the folder's safetensors file; a model that
+    is still to be trained has none.
 
     Raises:
         RunFolderError: a file is missing or cannot be understood.
@@ -283,11 +388,11 @@ def describe_model(folder: Path, name: str, weights_dtype: Dtype, compute_dtype:
     if not isinstance(vocabulary, int):
         raise RunFolderError(f"{folder / 'config.json'} names no vocab_size: is it a causal language model?")
     weights = folder / WEIGHTS_FILE
-    if not weights.is_file():
+    if parameters is None and not weights.is_file():
         raise RunFolderError(f"{folder} has no {WEIGHTS_FILE}: save the model as one safetensors file")
     return ModelSpec(
         name=name,
-        parameters=count_parameters(weights),
+        parameters=count_parameters(weights) if parameters is None else parameters,
         vocabulary=vocabulary,
         weights_dtype=weights_dtype,
         compute_dtype=compute_dtype,

@@ -140,7 +140,7 @@ def _fill_cache(entry: Path, seed: int, recipe: Recipe, progress: Callable[[str,
 def _write_model(folder: Path, seed: int, recipe: Recipe, progress: Callable[[str, float], None]) -> None:
     from transformers import AutoModelForCausalLM
 
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     config = _config(recipe)
     config.architectures = ["Qwen3ForCausalLM"]
     (folder / "config.json").write_text(config.to_json_string())
@@ -185,7 +185,8 @@ def _config(recipe: Recipe) -> Any:
     )
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json: one token per character."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, UNKNOWN))
     tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

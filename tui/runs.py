@@ -33,6 +33,9 @@ def group() -> None:
     epilog=examples(
         "run init ./my-run",
         "run init ./my-run --model ./Qwen3-0.6B --environment chain_sum",
+        "run init ./my-run --phase pretrain --model tiny --corpus ./corpus",
+        "run init ./my-run --phase pretrain --model ./Qwen3-0.6B --corpus ./corpus --blocks 4 --rounds 20",
+        "run init ./next --phase pretrain --model tiny --corpus ./corpus --scaffold ./my-run",
         "coordinator run ./my-run      (to serve it)",
     ),
 )
@@ -44,7 +47,8 @@ def init(
         "demo",
         "--model",
         metavar="NAME|DIR",
-        help="'demo', 'smollm2', a folder with safetensors, or a Hugging Face id.",
+        help="'demo', 'smollm2', a folder with safetensors, or a Hugging Face id; to pretrain: 'demo', "
+        "'tiny' (2 M parameters), 'small' (10 M), or a folder with a config.json.",
     ),
     environment: str | None = typer.Option(
         None,
@@ -91,47 +95,178 @@ def init(
     learning_rate: float | None = typer.Option(
         None, "--learning-rate", metavar="X", min=1e-9, max=1.0, help=f"AdamW's peak rate {PRESET}."
     ),
+    phase: str = typer.Option(
+        "posttrain",
+        "--phase",
+        metavar="PHASE",
+        help="'posttrain' improves a model by rewards; 'pretrain' makes one from text, block by block.",
+    ),
+    corpus: Path | None = typer.Option(
+        None, "--corpus", metavar="DIR", help="Pretrain: the text, from `barnraise data prepare`."
+    ),
+    blocks: int | None = typer.Option(
+        None, "--blocks", metavar="K", min=1, max=64, help="Pretrain: blocks to cut the model into (2)."
+    ),
+    scaffold_layers: int | None = typer.Option(
+        None, "--scaffold-layers", metavar="N", min=1, help="Pretrain: the scaffold's depth (half)."
+    ),
+    scaffold_steps: int | None = typer.Option(
+        None, "--scaffold-steps", metavar="N", min=1, help=f"Pretrain: its training steps {PRESET}."
+    ),
+    scaffold: Path | None = typer.Option(
+        None,
+        "--scaffold",
+        metavar="FILE|RUN",
+        help="Pretrain: use an earlier run's scaffold, by its hash.",
+    ),
+    rounds: int | None = typer.Option(
+        None, "--rounds", metavar="R", min=1, max=65_536, help=f"Pretrain: outer steps {PRESET}."
+    ),
+    steps: int | None = typer.Option(
+        None, "--steps", metavar="H", min=1, help=f"Pretrain: steps of one unit {PRESET}."
+    ),
+    contributors: int | None = typer.Option(
+        None,
+        "--contributors",
+        metavar="C",
+        min=1,
+        max=1024,
+        help="Pretrain: units per block and round (1).",
+    ),
+    quorum: int | None = typer.Option(
+        None, "--quorum", metavar="C", min=1, help="Pretrain: as many do once time is up (half of them)."
+    ),
+    round_seconds: float | None = typer.Option(
+        None,
+        "--round-seconds",
+        metavar="S",
+        min=1.0,
+        help="Pretrain: when that is (from the unit's size).",
+    ),
+    first: str = typer.Option(
+        "grown",
+        "--init",
+        metavar="HOW",
+        help="Pretrain: first weights 'grown' from the scaffold, or 'random'.",
+    ),
+    streams: str = typer.Option(
+        "disjoint", "--data", metavar="HOW", help="Pretrain: 'disjoint' text for each block, or 'shared'."
+    ),
+    delta: str = typer.Option(
+        "float32", "--delta", metavar="FORMAT", help="Pretrain: differences as float32, bfloat16 or int8."
+    ),
+    trim: float = typer.Option(
+        0.0,
+        "--trim",
+        metavar="X",
+        min=0.0,
+        max=0.49,
+        help="Pretrain: share of extremes left out of means.",
+    ),
+    adapt_steps: int | None = typer.Option(
+        None,
+        "--adapt-steps",
+        metavar="N",
+        min=0,
+        help="Pretrain: steps of the joint tune (3/8 of blocks').",
+    ),
+    sequence: int | None = typer.Option(
+        None, "--sequence", metavar="N", min=2, help=f"Pretrain: tokens per sequence {PRESET}."
+    ),
+    batch: int | None = typer.Option(
+        None, "--batch", metavar="N", min=1, max=65_536, help=f"Pretrain: sequences per step {PRESET}."
+    ),
+    pretrain_rate: float | None = typer.Option(
+        None, "--pretrain-rate", metavar="X", min=1e-9, max=1.0, help=f"Pretrain: peak rate {PRESET}."
+    ),
+    then_posttrain: bool | None = typer.Option(
+        None,
+        "--then-posttrain/--no-posttrain",
+        help="Pretrain: go on with rewards afterwards, --versions of them (only with 'demo').",
+    ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object as the last line."),
 ) -> None:
     """Make a run: choose the model and the task, sign the run spec, write policy version 0."""
     from msgspec.structs import replace as with_fields
 
     from barnraise.coordinator import folder as run_folder
-    from barnraise.coordinator.checks import default_verify_spec
+    from barnraise.coordinator.calibration import measured_verify_spec
     from barnraise.coordinator.model_source import ModelSourceError, prepare_model, resolve_model
-    from barnraise.coordinator.presets import fits_a_message, largest_submission
     from barnraise.protocol.environments import build_environment
 
     _check_folder(folder)
     if environment_settings is not None:
         _check_json(environment_settings)
-    settings = _preset(model)
     changed = {
         "name": environment,
         "settings": environment_settings or ("{}" if environment else None),
         "prompt_format": None if chat is None else ("chat" if chat else "plain"),
         "system_prompt": system_prompt,
     }
-    rollout = {
-        "versions": versions,
-        "prompts_per_unit": prompts,
-        "group_size": group_size,
-        "groups_per_version": groups,
-        "max_groups_per_version": max(groups, settings.rollout.max_groups_per_version) if groups else None,
-    }
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    settings = replace(
-        settings,
-        environment=with_fields(settings.environment, **_given(changed)),
-        rollout=with_fields(settings.rollout, **_given(rollout)),
-        sampling=with_fields(settings.sampling, **_given(sampling)),
-        grpo=with_fields(settings.grpo, **_given({"learning_rate": learning_rate})),
-    )
-    if not fits_a_message(settings):
-        raise typer.BadParameter(
-            f"one unit's submission could reach {size(largest_submission(settings))}, more than a message "
-            "may hold: lower --prompts-per-unit, --group-size or --max-new-tokens"
+
+    def change(settings: Settings) -> Settings:
+        most = max(groups, settings.rollout.max_groups_per_version) if groups else None
+        rollout = {
+            "versions": versions,
+            "prompts_per_unit": prompts,
+            "group_size": group_size,
+            "groups_per_version": groups,
+            "max_groups_per_version": most,
+        }
+        settings = replace(
+            settings,
+            environment=with_fields(settings.environment, **_given(changed)),
+            rollout=with_fields(settings.rollout, **_given(rollout)),
+            sampling=with_fields(settings.sampling, **_given(sampling)),
+            grpo=with_fields(settings.grpo, **_given({"learning_rate": learning_rate})),
         )
+        _check_message(settings)
+        return settings
+
+    pretraining: dict[str, object] = {
+        "blocks": blocks,
+        "scaffold_layers": scaffold_layers,
+        "scaffold_steps": scaffold_steps,
+        "rounds": rounds,
+        "steps": steps,
+        "contributors": contributors,
+        "quorum": quorum,
+        "round_s": round_seconds,
+        "adapt_steps": adapt_steps,
+        "sequence": sequence,
+        "batch": batch,
+        "rate": pretrain_rate,
+    }
+    if phase == "pretrain":
+        from barnraise.coordinator.pretrain_presets import Choices
+        from barnraise.tui import pretrain_run
+
+        chosen = Choices(
+            init=_one_of(first, "--init", "grown", "random"),  # type: ignore[arg-type]
+            data=_one_of(streams, "--data", "disjoint", "shared"),  # type: ignore[arg-type]
+            delta=_one_of(delta, "--delta", "float32", "bfloat16", "int8"),  # type: ignore[arg-type]
+            trim=trim,
+            **_given(pretraining),  # type: ignore[arg-type]
+        )
+        pretrain_run.make(
+            folder,
+            model,
+            corpus,
+            chosen,
+            scaffold,
+            then_posttrain,
+            change,
+            name=(name or folder.absolute().name)[:64],
+            description=description,
+            seed=seed,
+            as_json=as_json,
+        )
+        return
+    _one_of(phase, "--phase", "posttrain", "pretrain")
+    if corpus is not None or scaffold is not None or then_posttrain is not None or _given(pretraining):
+        raise typer.BadParameter("corpus, blocks and schedule are for --phase pretrain", param_hint="--phase")
+    settings = change(_preset(model))
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise typer.BadParameter(f"{model} holds no config.json, so no model", param_hint="--model")
     progress = Progress()
@@ -148,11 +283,14 @@ def init(
             raise typer.BadParameter(str(error), param_hint="--model") from error
         except _model_error() as error:
             raise typer.BadParameter(str(error), param_hint="--model") from error
+        verify, whence = measured_verify_spec(
+            prepared, settings.environment, settings.sampling, settings.compute_dtype, progress
+        )
         run_id = run_folder.create_run(
             folder,
             prepared,
             settings,
-            default_verify_spec(settings.compute_dtype),
+            verify,
             name=(name or folder.absolute().name)[:64],
             description=description,
             model_name=Path(model).name[:64],
@@ -160,9 +298,26 @@ def init(
             now_ms=time.time_ns() // 1_000_000,
         )
     typer.echo(_described(settings))
+    typer.echo(whence)
     typer.echo(f"run {run_id.hex()[:16]} made in {folder}; serve it with: barnraise coordinator run {folder}")
     if as_json:
         emit_json({"folder": str(folder), "run_id": run_id.hex()})
+
+
+def _check_message(settings: Settings) -> None:
+    from barnraise.coordinator.presets import fits_a_message, largest_submission
+
+    if not fits_a_message(settings):
+        raise typer.BadParameter(
+            f"one unit's submission could reach {size(largest_submission(settings))}, more than a message "
+            "may hold: lower --prompts-per-unit, --group-size or --max-new-tokens"
+        )
+
+
+def _one_of(value: str, option: str, *known: str) -> str:
+    if value not in known:
+        raise typer.BadParameter(f"'{value}' is none of {', '.join(known)}", param_hint=option)
+    return value
 
 
 def _preset(model: str) -> Settings:
