@@ -58,9 +58,11 @@ from barnraise.protocol.messages import (
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
+    RolloutLease,
     RolloutSubmission,
     SubmitRequest,
 )
+from barnraise.protocol.pretrain import BlockLease, PretrainSpec
 from barnraise.protocol.wire import printable
 
 FIRST_LINE_S = 2.0  # what is over sooner needs no progress
@@ -146,7 +148,7 @@ async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
             with ctx.versions.hold(action.version) as folder:
                 info = await ctx.engine.load(ctx.joined().spec, folder, action.version)
         except Exception as error:
-            _engine_failed(ctx, error, f"loading version {action.version}")
+            engine_failed(ctx, error, f"loading version {action.version}")
             return
         finally:
             ctx.engine_scope = None
@@ -160,8 +162,8 @@ async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
     ctx.feed(EngineLoaded(action.version))
 
 
-def _engine_failed(ctx: Context, error: Exception, doing: str) -> None:
-    """Report a failure of the engine; the node lives (R5)."""
+def engine_failed(ctx: Context, error: Exception, doing: str, *, advanced: bool = False) -> None:
+    """Report a failure of the engine; the node lives (R5). ``advanced`` as in ``EngineFailed``."""
     memory = isinstance(error, OutOfMemory | MemoryError) or "out of memory" in str(error).lower()
     reason = cause(error) if isinstance(error, BarnraiseError) else f"{cause(error)}"
     if isinstance(error, OutOfMemory):
@@ -170,11 +172,11 @@ def _engine_failed(ctx: Context, error: Exception, doing: str) -> None:
     if not isinstance(error, ChildError | OutOfMemory):
         logging.getLogger("barnraise.node").debug("engine failure", exc_info=error)
     alive = isinstance(error, OutOfMemory)
-    ctx.feed(EngineFailed(printable(reason, 400), memory, alive, ctx.jitter()))
+    ctx.feed(EngineFailed(printable(reason, 400), memory, alive, ctx.jitter(), advanced))
 
 
 async def ask(ctx: Context, action: Ask) -> None:
-    """Ask for a unit at the loaded version."""
+    """Ask for a unit at the version that is ready."""
     assert ctx.pending is not None
     run = ctx.joined()
     await trio.lowlevel.checkpoint()  # an upload decided in the same breath gets into the queue first
@@ -208,13 +210,22 @@ async def ask(ctx: Context, action: Ask) -> None:
     ctx.lease = lease
     ctx.pending.keep_lease(reply.lease)
     deadline = ctx.clock.local(lease.deadline_at, trio.current_time())
-    ctx.feed(Granted(Unit(lease.lease_id, lease.policy_version, lease.prompts, lease.group_size, deadline)))
+    ctx.feed(Granted(unit_of(lease, run.spec.pretrain, deadline)))
+
+
+def unit_of(lease: RolloutLease | BlockLease, pretrain: PretrainSpec | None, deadline: float) -> Unit:
+    """A lease as the core knows it; ``deadline`` on the monotonic clock."""
+    if isinstance(lease, RolloutLease):
+        return Unit(lease.lease_id, lease.policy_version, lease.prompts, lease.group_size, deadline)
+    assert pretrain is not None
+    block, steps = lease.block, pretrain.steps
+    return Unit(lease.lease_id, lease.policy_version, 0, 0, deadline, block=block, steps=steps)
 
 
 async def generate(ctx: Context, action: Generate, scope: trio.CancelScope) -> None:
     """Have the unit's rollouts drawn, sign them, and keep them on disk."""
     lease, unit = ctx.lease, action.unit
-    assert lease is not None
+    assert isinstance(lease, RolloutLease)
     assert lease.lease_id == unit.lease_id
     assert ctx.versions is not None
     work = Work(
@@ -245,7 +256,7 @@ async def generate(ctx: Context, action: Generate, scope: trio.CancelScope) -> N
             with ctx.versions.hold(unit.version):
                 generated = await ctx.engine.generate(work, progress)
         except Exception as error:
-            _engine_failed(ctx, error, f"generating unit {lease.unit_id}")
+            engine_failed(ctx, error, f"generating unit {lease.unit_id}")
             return
         finally:
             ctx.engine_scope = ctx.facts.unit = None
@@ -257,7 +268,7 @@ async def generate(ctx: Context, action: Generate, scope: trio.CancelScope) -> N
 
 def _finish(ctx: Context, action: Generate, generated: Generated) -> None:
     lease, unit = ctx.lease, action.unit
-    assert lease is not None
+    assert isinstance(lease, RolloutLease)
     assert ctx.pending is not None
     rows = unit.prompts * unit.group_size
     if len(generated.rollouts) != rows:
@@ -318,12 +329,12 @@ async def upload(ctx: Context, action: Upload) -> None:
             f"a submission was refused ({printable(error.code)}): {printable(str(error), 300)}",
             logging.WARNING,
         )
-        ctx.pending.drop(action.submission_id)
+        _forget(ctx, action.submission_id)
         ctx.feed(Uploaded(action.submission_id, acknowledged=False))
         return
     except MalformedError as error:
         ctx.say(f"a submission cannot be sent: {error}", logging.ERROR)
-        ctx.pending.drop(action.submission_id)
+        _forget(ctx, action.submission_id)
         ctx.feed(Uploaded(action.submission_id, acknowledged=False))
         return
     except PeerError as error:
@@ -334,6 +345,15 @@ async def upload(ctx: Context, action: Upload) -> None:
         ctx.say("a submission had arrived before; it counts once")
     judged = action.submission_id in ctx.judged
     ctx.feed(Uploaded(action.submission_id, acknowledged=not judged))
+
+
+def _forget(ctx: Context, submission_id: bytes) -> None:
+    """Drop work that will never be taken, with what it left on the disk."""
+    assert ctx.pending is not None
+    lease_id = ctx.pending.lease_of(submission_id)
+    ctx.pending.drop(submission_id)
+    if ctx.units is not None and lease_id is not None:
+        ctx.units.drop(lease_id)
 
 
 async def give_back(ctx: Context, action: GiveBack) -> None:

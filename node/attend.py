@@ -10,16 +10,12 @@ import logging
 
 import trio
 
-from barnraise.node import overlay, remembered
+from barnraise.node import remembered
 from barnraise.node.context import Context
-from barnraise.node.kept import KeptWork
+from barnraise.node.entering import enter, last_block, tally
 from barnraise.node.link import Run, dial, greet, join
-from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Restored
-from barnraise.node.pending import PendingWork
+from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost
 from barnraise.node.receipt_words import outcome, standing_fields, words
-from barnraise.node.receipts import ReceiptBook
-from barnraise.node.versions import Versions
-from barnraise.node.weights import Donor, Source, SwarmFetcher
 from barnraise.protocol.errors import (
     BarnraiseError,
     MalformedError,
@@ -31,7 +27,6 @@ from barnraise.protocol.errors import (
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import (
-    SHARD_PROTOCOL,
     HeadPush,
     HeartbeatReply,
     HeartbeatRequest,
@@ -46,9 +41,7 @@ from barnraise.protocol.messages import (
     Signed,
     StandingPush,
 )
-from barnraise.protocol.mirrors import is_loopback
 from barnraise.protocol.session import Session
-from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.wire import printable
 
 EXIT_VERSION = 3
@@ -140,12 +133,12 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
         return False
     first = not ctx.state.joined_once
     if ctx.run is None:
-        _enter(ctx, run)
+        enter(ctx, run, _believe_head)
     remembered.save_run(ctx.config.run_path(run.run_id), reply.run_spec)
     measure(ctx, sent, reply.now)
     _introduce(ctx, run, reply, address, first)
     head = _believe_head(ctx, reply.head)
-    ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag))
+    ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag, last_block(run)))
     return True
 
 
@@ -159,7 +152,7 @@ def _go_on_alone(ctx: Context) -> None:
         return
     ctx.coordinator, run = found
     ctx.facts.coordinator = ctx.coordinator
-    _enter(ctx, run)
+    enter(ctx, run, _believe_head)
     ctx.say(f"looking for the nodes of run {printable(run.spec.name)} that were here before")
 
 
@@ -173,53 +166,6 @@ async def _agreed(ctx: Context, run: Run) -> bool:
     return True
 
 
-def _enter(ctx: Context, run: Run) -> None:
-    """Open this run's folders; what an earlier process left is taken up again."""
-    ctx.facts.run, ctx.facts.run_id = printable(run.spec.name), run.run_id.hex()
-    folder = ctx.config.run_path(run.run_id)
-    ctx.pending = PendingWork(folder / "pending", run.run_id, ctx.identity.public_key)
-    ctx.kept = KeptWork(folder / "kept")
-    ctx.receipts = ReceiptBook(
-        folder / "receipts.bin", run.spec.operator, run.run_id, ctx.identity.public_key
-    )
-    if ctx.receipts.repaired:
-        ctx.say(ctx.receipts.repaired, logging.WARNING)
-    ctx.versions = Versions(folder / "versions", ctx.store, run.spec, run.run_id)
-    ctx.fetcher = SwarmFetcher(
-        ctx.network,
-        ctx.store,
-        lambda version: _sources(ctx, version),
-        report=lambda peer, reason: _left(ctx, peer, reason),
-        down=ctx.limits.down,
-        mirror=lambda url: _mirror(ctx, url),
-        rng=ctx.rng,
-    )
-    serve = serve_shards(ctx.store, allow=lambda peer_id: _serves(ctx, peer_id), slots=ctx.limits.up.streams)
-    ctx.network.set_handler(SHARD_PROTOCOL, serve)
-    ctx.run = run
-    if ctx.config.tree:
-        overlay.plant(ctx, ctx.fetcher, lambda head: ctx.feed(HeadSeen(_believe_head(ctx, head))))
-    tally(ctx)
-    ctx.answered.extend(ctx.pending.lease_ids)
-    left = ctx.pending.left_lease()
-    leases = () if left is None or left in ctx.pending.lease_ids else (left,)
-    if ctx.pending.ids:
-        ctx.say(f"{len(ctx.pending.ids)} submission(s) of an earlier start will be sent again")
-    ctx.feed(Restored(ctx.pending.ids, leases))
-
-
-def _left(ctx: Context, source: str, reason: str) -> None:
-    ctx.say(f"{source} is left: {reason}", logging.WARNING)
-    if ctx.treecast is not None and source in {peer.peer_id for peer in ctx.peers}:
-        ctx.treecast.gossiper.ban(source, reason)
-        overlay.tell(ctx, "corrupt", source, reason)
-
-
-def _serves(ctx: Context, peer: str) -> bool:
-    banned = ctx.treecast is not None and peer in ctx.treecast.gossiper.banned
-    return ctx.state.held is None and not banned
-
-
 def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bool) -> None:
     spec = run.spec
     if not first:
@@ -231,23 +177,6 @@ def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bo
         f"{printable(spec.environment.name)}, {spec.rollout.versions} versions, "
         f"operator key {fingerprint(spec.operator)}"
     )
-
-
-def _sources(ctx: Context, version: int) -> list[Source]:
-    sources = [Source(ctx.coordinator, ctx.config.addresses, origin=True)] if ctx.coordinator else []
-    for peer in ctx.peers:
-        sources.append(Source(peer.peer_id, peer.addresses, complete=peer.have_version == version))
-    return sources
-
-
-def _mirror(ctx: Context, url: str) -> Donor | None:
-    """A donor for a mirror. A stranger's manifest never makes us ask services of our own machine."""
-    from barnraise.node.webseed import WebSeed  # an HTTP client is only loaded where a run has mirrors
-
-    local = ("/ip4/127.", "/ip6/::1/", "/memory/")
-    if is_loopback(url) and not any(address.startswith(local) for address in ctx.config.addresses):
-        return None
-    return WebSeed(url, down=ctx.limits.down, received=ctx.network.received_beside)
 
 
 async def _heartbeats(ctx: Context, session: Session) -> None:
@@ -352,6 +281,8 @@ def _receipt(ctx: Context, signed: Signed) -> None:
         ctx.pending.drop(receipt.submission_id, ctx.kept)
     if receipt.verdict.accepted and ctx.kept is not None:
         ctx.kept.drop(receipt.submission_id)
+    if ctx.units is not None:
+        ctx.units.drop(receipt.lease_id)
     ctx.judged.append(receipt.submission_id)
     ctx.feed(Judged(receipt.submission_id))
     tally(ctx)
@@ -371,12 +302,6 @@ def _receipt(ctx: Context, signed: Signed) -> None:
         return
     level = logging.INFO if verdict.accepted else logging.WARNING
     ctx.say(f"unit {words(receipt)} (receipt #{receipt.ledger_index})", level)
-
-
-def tally(ctx: Context) -> None:
-    """Copy the receipts' sums into the facts."""
-    if ctx.receipts is not None:
-        ctx.facts.accepted, ctx.facts.rejected, ctx.facts.credit = ctx.receipts.totals
 
 
 def measure(ctx: Context, sent_ms: int, theirs_ms: int) -> None:

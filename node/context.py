@@ -25,6 +25,7 @@ from barnraise.node.prefetch import Prefetch
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.state import Facts, state_tree
 from barnraise.node.traffic import Limits
+from barnraise.node.units import Units
 from barnraise.node.versions import Versions
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.control import Changed
@@ -33,6 +34,7 @@ from barnraise.protocol.gossip_state import tree_state
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Peer, RolloutLease, Signed
 from barnraise.protocol.paced_network import PacedNetwork
+from barnraise.protocol.pretrain import BlockLease
 from barnraise.protocol.session import Session
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
@@ -84,6 +86,8 @@ class Context:
     kept: KeptWork | None = None
     versions: Versions | None = None
     fetcher: SwarmFetcher | None = None
+    corpus_fetcher: SwarmFetcher | None = None
+    units: Units | None = None  # where the run pretrains by blocks
     treecast: TreecastFetcher | None = None
     prefetch: Prefetch | None = None
     entered: trio.Event = field(default_factory=trio.Event)  # the run is known, its folders are open
@@ -95,7 +99,7 @@ class Context:
     judged: deque[bytes] = field(default_factory=lambda: deque(maxlen=256))  # submissions, lately
     coordinator: str = ""  # peer id
     peers: tuple[Peer, ...] = ()
-    lease: RolloutLease | None = None
+    lease: RolloutLease | BlockLease | None = None
     engine_scope: trio.CancelScope | None = None
     fetch_scope: trio.CancelScope | None = None
     spoke_at: float = 0.0

@@ -50,7 +50,9 @@ from barnraise.node.model import (
     Stop,
     StopEngine,
     StopFetch,
+    Train,
     Unit,
+    UnitDelayed,
     UnitDone,
     UnitUnusable,
     Upload,
@@ -121,8 +123,9 @@ def _fold(state: State, event: Event, now: float) -> State:
             before = Retry() if stood else state.link_retry
             base, cap = (REPLACED_S, REPLACED_S) if replaced else (1.0, 60.0)
             return replace(state, link="down", link_retry=backed_off(before, now, reason, jitter, base, cap))
-        case Joined(head, final, max_lag):
+        case Joined(head, final, max_lag, last_block):
             state = replace(state, link="up", joined_once=True, final=final, max_lag=max_lag)
+            state = replace(state, last_block=last_block)
             state = replace(state, link_since=now, upload_retry=Retry(), ask_retry=Retry())
             state = replace(state, fetch_retry=Retry(), fetch_renew=state.fetching is not None)
             return _head(state, head, now)
@@ -130,6 +133,8 @@ def _fold(state: State, event: Event, now: float) -> State:
             return _head(state, version, now)
         case FetchDone(version):
             fetched = max(version, state.fetched)
+            if state.unit is not None and state.unit.version == version:  # it was what a unit waited for
+                state = replace(state, engine_retry=replace(state.engine_retry, at=now))
             return replace(state, fetching=None, fetch_stopping=False, fetched=fetched, fetch_retry=Retry())
         case FetchFailed(reason, jitter):
             retry = backed_off(state.fetch_retry, now, reason, jitter, 1.0, 30.0)
@@ -151,6 +156,9 @@ def _fold(state: State, event: Event, now: float) -> State:
         case UnitUnusable(reason, jitter):
             retry = backed_off(state.engine_retry, now, reason, jitter, 5.0, 300.0)
             return _surrender(replace(state, engine="idle", engine_retry=retry), reason)
+        case UnitDelayed(reason, jitter):
+            retry = backed_off(state.engine_retry, now, reason, jitter, 1.0, 30.0)
+            return replace(state, engine="idle", engine_retry=retry)
         case Granted(unit):
             return _granted(replace(state, asking=False, ask_retry=Retry()), unit)
         case NoLease(reason, retry_after, jitter):
@@ -189,12 +197,12 @@ def _fold(state: State, event: Event, now: float) -> State:
             if state.unit is None or state.unit.lease_id != lease_id:
                 return state
             return replace(state, unit=replace(state.unit, deadline=deadline))
-        case Restored(pending, leases):
+        case Restored(pending, leases, unit, last_block):
             new = tuple(p for p in pending if p not in state.pending)
-            state = replace(state, pending=(*state.pending, *new))
+            state = replace(state, pending=(*state.pending, *new), last_block=last_block)
             for lease_id in leases:
                 state = _returned_later(state, lease_id, "the node was restarted")
-            return state
+            return state if unit is None else _granted(state, unit)
         case Fatal(reason, code):
             return replace(state, stopped=state.stopped or Stop(code, reason))
 
@@ -233,7 +241,7 @@ def _engine_failed(state: State, event: EngineFailed, now: float) -> State:
     unit = state.unit
     if unit is None:
         return replace(state, engine_retry=retry)
-    if unit.attempt == 0:
+    if unit.attempt == 0 or event.advanced:
         # R5: once more, at once, with a smaller batch if memory was the reason.
         return replace(state, unit=replace(unit, attempt=1), engine_retry=replace(retry, at=now))
     return _surrender(replace(state, engine_retry=retry), event.reason)
@@ -262,10 +270,13 @@ def _resume(state: State, now: float) -> tuple[State, Action | None]:
 
 def _halt(state: State, now: float) -> tuple[State, Action | None]:
     """Stop what must not go on: a pause, a departure, a completed run, a dead lease."""
-    expired = state.unit is not None and now >= state.unit.deadline
+    unit = state.unit
+    expired = unit is not None and now >= unit.deadline
     reason = {"pause": "paused", "leave": "the node is leaving"}.get(state.mode)
     if reason is None and state.complete and state.unit is not None:
         reason = "the run is complete"
+    if reason is None and unit is not None and unit.is_block and not state.in_blocks:
+        reason = "the blocks have been put together"
     if reason is None and not expired:
         return state, None
     if expired:
@@ -273,8 +284,9 @@ def _halt(state: State, now: float) -> tuple[State, Action | None]:
         state = replace(state, unit=None)
     assert reason is not None
     was = state.engine
-    state = _surrender(state, reason)
-    if was == "generating" or (was == "loading" and state.mode in ("pause", "leave")):
+    if not (state.mode == "pause" and unit is not None and unit.is_block):  # which goes on after a pause
+        state = _surrender(state, reason)
+    if was in ("generating", "training") or (was == "loading" and state.mode in ("pause", "leave")):
         return replace(state, engine="stopping"), StopEngine(reason)
     return state, None
 
@@ -338,19 +350,21 @@ def _work(state: State, now: float) -> tuple[State, Action | None]:
     """The engine's next task; versions are swapped between units only."""
     if state.engine != "idle" or now < state.engine_retry.at:
         return state, None
-    if state.unit is not None:
-        if state.loaded == state.unit.version:
-            return replace(state, engine="generating"), Generate(state.unit, state.shrink)
-        return _loading(state, state.unit.version)
+    unit = state.unit
+    if unit is not None and unit.is_block:
+        return (state, None) if state.mode == "pause" else (replace(state, engine="training"), Train(unit))
+    if unit is not None:
+        if state.loaded == unit.version:
+            return replace(state, engine="generating"), Generate(unit, state.shrink)
+        return _loading(state, unit.version)
     if not state.wants_work or state.asking:
         return state, None
-    if state.fetched > state.loaded:
+    if state.fetched > max(state.loaded, state.last_block):
         return _loading(state, state.fetched)
-    behind = state.head - state.loaded > state.max_lag
-    ready = state.link == "up" and state.loaded >= 0 and not behind and not state.returns
+    ready = state.link == "up" and state.ready >= 0 and not state.behind and not state.returns
     if not ready or len(state.pending) > MAX_PENDING or now < state.ask_retry.at:
         return state, None
-    return replace(state, asking=True), Ask(state.loaded)
+    return replace(state, asking=True), Ask(state.ready)
 
 
 def _loading(state: State, version: int) -> tuple[State, Action | None]:

@@ -38,15 +38,18 @@ from barnraise.node.model import (
     Stop,
     StopEngine,
     StopFetch,
+    Train,
     Upload,
 )
 from barnraise.node.state import Facts
 from barnraise.node.traffic import Limits
+from barnraise.node.train import train
 from barnraise.protocol.control import Changed
 from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.network import Network
 from barnraise.protocol.paced_network import PacedNetwork
+from barnraise.protocol.shards import off_loop
 from barnraise.protocol.store import DiskStore
 
 SILENCE_S = 30.0  # no state lasts longer without a line (R3)
@@ -56,6 +59,8 @@ SETTLED_S = 2.0  # what lasts less needs no line
 MAX_PAUSE_S = 366 * 86_400.0
 CLOSE_S = 5.0
 COUNT_EVERY_S = 1.0
+TIDY_EVERY_S = 30.0
+AT_WORK = frozenset({"generating", "training"})  # which speak for themselves
 
 CommandHandler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -182,6 +187,7 @@ async def run_node(
                 nursery.start_soon(overlay.take_part, ctx)
             nursery.start_soon(reach.watch, ctx)
             nursery.start_soon(_count_traffic, ctx)
+            nursery.start_soon(_tidy_units, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()
     finally:
@@ -225,6 +231,9 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
         case Generate():
             ctx.engine_scope = trio.CancelScope()
             nursery.start_soon(actions.generate, ctx, action, ctx.engine_scope)
+        case Train():
+            ctx.engine_scope = trio.CancelScope()
+            nursery.start_soon(train, ctx, action, ctx.engine_scope)
         case StopEngine(reason):
             ctx.say(f"stopping the engine: {reason}")
             if ctx.engine_scope is not None:
@@ -248,9 +257,9 @@ async def _speak_up(ctx: Context) -> None:
         key = activity.key
         quiet = activity.name in ("paused", "complete")
         due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
-        if ctx.facts.transfer is not None and activity.name != "generating":
+        if ctx.facts.transfer is not None and activity.name not in AT_WORK:
             due = min(due, ctx.spoke_at + DOWNLOAD_SILENCE_S)
-        if key != announced and activity.name != "generating":
+        if key != announced and activity.name not in AT_WORK:
             due = min(due, activity.since + SETTLED_S)
         if now >= due:
             announced = key
@@ -268,6 +277,23 @@ async def _count_traffic(ctx: Context) -> None:
         _keep_to_quota(ctx)
         _save_traffic(ctx)
         await trio.sleep(COUNT_EVERY_S)
+
+
+async def _tidy_units(ctx: Context) -> None:
+    """Delete the files of block units that nobody will ask for any more."""
+    while True:
+        await trio.sleep(TIDY_EVERY_S)
+        if ctx.units is None or ctx.pending is None or ctx.receipts is None:
+            continue
+        keep = set(ctx.pending.lease_ids)
+        if ctx.state.unit is not None:
+            keep.add(ctx.state.unit.lease_id)
+        if ctx.lease is not None and ctx.state.engine != "idle":
+            keep.add(ctx.lease.lease_id)
+        settled = {receipt.lease_id for receipt in ctx.receipts.receipts()}
+        known = ctx.clock.offset_ms is not None
+        ctx.units.tidy(keep, settled, ctx.clock.coordinator_ms() if known else None)
+        await off_loop(ctx.units.dropped_bytes(), ctx.units.empty)
 
 
 def _keep_to_quota(ctx: Context) -> None:
@@ -293,8 +319,8 @@ def _save_traffic(ctx: Context, *, at_once: bool = False) -> None:
 
 def _progress(ctx: Context) -> str:
     unit, transfer = ctx.facts.unit, ctx.facts.transfer
-    if unit is not None and ctx.state.engine == "generating":
-        return f"; {unit.completions} of {unit.of} completions done"
+    if unit is not None and transfer is None and ctx.state.engine in AT_WORK:
+        return f"; {unit.in_words()}"
     if transfer is not None:
         return f"; {in_words(transfer.shown(trio.current_time(), ctx.coordinator))}"
     return ""

@@ -21,8 +21,14 @@ def describe(state: State) -> Activity:
         return Activity("stopping", "the engine is being stopped")
     if state.mode == "pause":
         until = state.pause_until
-        return Activity("paused", "paused by command", until=until, then="resumes" if until else "")
+        kept = "; its unit is kept and goes on afterwards" if state.unit is not None else ""
+        return Activity("paused", f"paused by command{kept}", until=until, then="resumes" if until else "")
     last = "; the last unit, then the node stops" if state.mode == "finish" else ""
+    if state.engine == "training" and state.unit is not None:
+        unit = state.unit
+        again = " (second try)" if unit.attempt else ""
+        reason = f"block {unit.block}, {unit.steps} steps from version {unit.version}{again}{last}"
+        return Activity("training", reason, until=unit.deadline, then="the lease expires")
     if state.engine == "generating" and state.unit is not None:
         unit = state.unit
         rows = unit.prompts * unit.group_size
@@ -31,6 +37,9 @@ def describe(state: State) -> Activity:
         return Activity("generating", reason, until=unit.deadline, then="the lease expires")
     if state.engine == "loading":
         return Activity("loading", f"loading version {state.engine_target} into the engine")
+    if state.unit is not None and state.engine_retry.reason:
+        retry = state.engine_retry
+        return Activity("waiting", f"the unit waits: {retry.reason}", until=retry.at, then="tries again")
     if state.unit is not None:
         return Activity(
             "loading", "about to start the unit", until=state.unit.deadline, then="the lease expires"
@@ -68,14 +77,14 @@ def _wait(state: State, last: str) -> Activity:
     if state.mode == "finish":
         text = f"waiting for {len(state.pending)} acknowledgement(s)" if state.pending else "ending"
         return Activity("finishing", f"{text}{last}", until=state.stop_by, then="ends")
-    if state.engine_retry.reason and state.loaded < 0:
+    if state.engine_retry.reason and state.ready < 0:
         retry = state.engine_retry
         return Activity(
             "waiting", f"waiting for the engine: {retry.reason}", until=retry.at, then="tries again"
         )
     if state.head < 0:
         return Activity("waiting", "waiting for the coordinator to publish a first version")
-    if state.loaded < 0 or state.head - state.loaded > state.max_lag:
+    if state.ready < 0 or state.behind:
         if state.fetching is not None:
             return Activity("fetching", f"fetching version {state.fetching}")
         retry = state.fetch_retry

@@ -28,6 +28,7 @@ from barnraise.protocol.messages import (
     Signed,
 )
 from barnraise.protocol.network import Network, Stream
+from barnraise.protocol.pretrain import BlockLease, last_block_version
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.session import Session
 from barnraise.protocol.spec import RunSpec
@@ -112,13 +113,22 @@ async def join(
     return Run(open_run_spec(reply.run_spec), run_id(reply.run_spec)), reply
 
 
-def open_lease(signed: Signed, run: Run, node: bytes, version: int, now_ms: int) -> RolloutLease:
+def open_lease(signed: Signed, run: Run, node: bytes, version: int, now_ms: int) -> RolloutLease | BlockLease:
     """Check a lease: the run's signature, our name on it, the version asked for, not expired.
+
+    Versions up to the last that is made of blocks are for block units, later ones for rollouts.
 
     Raises:
         SignatureError, MalformedError: it is not a lease for us.
     """
-    lease = open_signed(signed, RolloutLease, run.spec.operator)
+    operator, pretrain = run.spec.operator, run.spec.pretrain
+    lease: RolloutLease | BlockLease
+    if pretrain is not None and version <= last_block_version(pretrain):
+        lease = open_signed(signed, BlockLease, operator)
+        if lease.block >= pretrain.blocks or lease.slot >= pretrain.contributors:
+            raise MalformedError(f"a lease for block {lease.block}, place {lease.slot}, which do not exist")
+    else:
+        lease = open_signed(signed, RolloutLease, operator)
     if lease.run_id != run.run_id or lease.node != node:
         raise SignatureError("the lease is for another run or another node")
     if lease.policy_version != version:

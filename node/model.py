@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["run", "pause", "finish", "leave"]
-EngineSlot = Literal["idle", "loading", "generating", "stopping"]
+EngineSlot = Literal["idle", "loading", "generating", "training", "stopping"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,11 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A lease at work. ``deadline``: when a submission would be refused."""
+    """A lease at work. ``deadline``: when a submission would be refused.
+
+    A block unit trains ``steps`` steps on ``block``, and has no prompts; its progress lies on
+    the disk, so that a pause keeps it.
+    """
 
     lease_id: bytes
     version: int
@@ -32,6 +36,13 @@ class Unit:
     group_size: int
     deadline: float
     attempt: int = 0
+    block: int = 0
+    steps: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it trains a block instead of drawing rollouts."""
+        return self.steps > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +79,15 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The session stands. ``final``: the version that completes the run."""
+    """The session stands. ``final``: the version that completes the run.
+
+    ``last_block``: the last version that is made of blocks, on which block units are trained.
+    """
 
     head: int
     final: int
     max_lag: int
+    last_block: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +118,16 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """Loading or generating failed; ``alive`` false means the engine has to be loaded again."""
+    """Loading or working failed; ``alive`` false means the engine has to be loaded again.
+
+    ``advanced``: the unit at work got further on the disk before that than at any earlier try.
+    """
 
     reason: str
     out_of_memory: bool
     alive: bool
     jitter: float
+    advanced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +147,14 @@ class UnitDone:
 @dataclass(frozen=True, slots=True)
 class UnitUnusable:
     """The engine finished, but what it made cannot be submitted; the lease goes back."""
+
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDelayed:
+    """What the unit at work needs could not be had just now; it is kept, and tried again."""
 
     reason: str
     jitter: float
@@ -214,10 +241,12 @@ class DeadlineMoved:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What an earlier process left on disk: submissions to send, leases to give back."""
+    """What an earlier process left on disk: submissions to send, leases to give back, a unit to go on."""
 
     pending: tuple[bytes, ...]
     leases: tuple[bytes, ...]
+    unit: Unit | None = None
+    last_block: int = -1  # as in ``Joined``
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +269,7 @@ Event = (
     | EngineStopped
     | UnitDone
     | UnitUnusable
+    | UnitDelayed
     | Granted
     | NoLease
     | AlreadyAnswered
@@ -291,6 +321,11 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Train:
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
 class StopEngine:
     reason: str
 
@@ -312,7 +347,7 @@ class Stop:
     reason: str
 
 
-Action = Connect | Fetch | StopFetch | Load | Ask | Generate | StopEngine | Upload | GiveBack | Stop
+Action = Connect | Fetch | StopFetch | Load | Ask | Generate | Train | StopEngine | Upload | GiveBack | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +362,7 @@ class State:
     head: int = -1
     final: int = 2**31
     max_lag: int = 2**31
+    last_block: int = -1
     fetched: int = -1
     fetching: int | None = None
     fetch_stopping: bool = False
@@ -358,6 +394,22 @@ class State:
     def complete(self) -> bool:
         """Whether the run's last version is published."""
         return self.head >= self.final
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the newest version is one of blocks: the work is training them."""
+        return self.head <= self.last_block
+
+    @property
+    def ready(self) -> int:
+        """The version that work can be done at: blocks lie on the disk, a policy in the engine."""
+        return self.fetched if self.fetched <= self.last_block else self.loaded
+
+    @property
+    def behind(self) -> bool:
+        """Whether ``ready`` is too old for work to be asked for at it."""
+        crossed = self.ready <= self.last_block < self.head
+        return crossed or self.head - self.ready > (0 if self.in_blocks else self.max_lag)
 
     @property
     def wants_work(self) -> bool:

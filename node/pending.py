@@ -16,8 +16,9 @@ from barnraise.node.kept import KeptWork
 from barnraise.protocol import wire
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.envelope import content_id, open_signed
-from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.errors import BarnraiseError, SignatureError, StorageError
 from barnraise.protocol.messages import MAX_SUBMISSION, RolloutLease, RolloutSubmission, Signed
+from barnraise.protocol.pretrain import BlockLease, BlockSubmission
 
 log = logging.getLogger("barnraise.node")
 
@@ -46,6 +47,18 @@ def write_durably(path: Path, data: bytes) -> None:
         raise StorageError(f"cannot write {path} ({len(data)} bytes): {why}") from error
 
 
+def open_work(signed: Signed, public_key: bytes) -> RolloutSubmission | BlockSubmission:
+    """A submission of either kind, which its signature tells apart.
+
+    Raises:
+        SignatureError, MalformedError: it is neither, or not by ``public_key``.
+    """
+    try:
+        return open_signed(signed, RolloutSubmission, public_key)
+    except SignatureError:
+        return open_signed(signed, BlockSubmission, public_key)
+
+
 class PendingWork:
     """The submissions of one run and one key that still have to be acknowledged, oldest first."""
 
@@ -66,7 +79,7 @@ class PendingWork:
             if path.stat().st_size > MAX_SUBMISSION + 1024:
                 raise StorageError("too large")
             signed = wire.decode(path.read_bytes(), Signed)
-            work = open_signed(signed, RolloutSubmission, public_key)
+            work = open_work(signed, public_key)
             number = int(path.stem.split("-")[0])
             if work.run_id != run_id:
                 raise StorageError("of another run")
@@ -86,6 +99,11 @@ class PendingWork:
     def lease_ids(self) -> frozenset[bytes]:
         """The leases whose work is here."""
         return frozenset(lease_id for _, _, lease_id in self._submissions.values())
+
+    def lease_of(self, submission_id: bytes) -> bytes | None:
+        """The lease that a pending submission answers."""
+        entry = self._submissions.get(submission_id)
+        return None if entry is None else entry[2]
 
     def get(self, submission_id: bytes) -> Signed | None:
         """The signed submission, or None if it is not pending."""
@@ -119,7 +137,7 @@ class PendingWork:
             entry[0].unlink(missing_ok=True)
 
     def keep_lease(self, signed: Signed) -> None:
-        """Remember the lease at work, so that a restarted node can give it back. Best effort."""
+        """Remember the lease at work, so that a restarted node can go on or give it back. Best effort."""
         try:
             write_durably(self._lease_path, wire.encode(signed))
         except StorageError as error:
@@ -132,8 +150,19 @@ class PendingWork:
 
     def left_lease(self) -> bytes | None:
         """The lease that is (or was, before a crash) at work."""
+        signed = self.left_signed()
+        for type_ in (RolloutLease, BlockLease):
+            with contextlib.suppress(BarnraiseError):
+                return None if signed is None else _lease_id(signed, type_)
+        return None
+
+    def left_signed(self) -> Signed | None:
+        """``left_lease`` as it came, its signature unchecked."""
         try:
-            data = self._lease_path.read_bytes()
-            return wire.decode(wire.decode(data, Signed).payload, RolloutLease).lease_id
+            return wire.decode(self._lease_path.read_bytes(), Signed)
         except (OSError, BarnraiseError):
             return None
+
+
+def _lease_id(signed: Signed, type_: type[RolloutLease] | type[BlockLease]) -> bytes:
+    return wire.decode(signed.payload, type_).lease_id

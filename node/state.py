@@ -6,6 +6,7 @@ credit as in receipts. Viewers must tolerate keys that they do not know.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ class Transfer:
     skipped: int = 0  # bytes that were on the disk already
     done: int = 0
     sources: Mapping[str, int] = field(default_factory=dict)  # bytes by peer id or mirror's URL
+    what: str = ""  # empty: the version
 
     def rate(self, now: float) -> float:
         """Bytes per second since it began."""
@@ -41,6 +43,7 @@ class Transfer:
         eta = self.eta(now)
         return {
             "version": self.version,
+            "what": self.what or f"version {self.version}",
             "done": self.done,
             "total": self.total,
             "rate": round(self.rate(now)),
@@ -68,6 +71,67 @@ class UnitProgress:
     completions: int = 0
     tokens: int = 0
 
+    def in_words(self) -> str:
+        """How far it is, for a line."""
+        return f"{self.completions} of {self.of} completions done"
+
+    def tree(self) -> dict[str, Any]:
+        """For the state tree, but for when it began."""
+        return {
+            "kind": "rollout",
+            "unit_id": self.unit_id,
+            "version": self.version,
+            "completions": self.completions,
+            "of": self.of,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass
+class BlockUnitProgress:
+    """What the engine has done of the block unit at work.
+
+    ``loss``: nats per token, of the last step; NaN before the first.
+    """
+
+    unit_id: int
+    version: int
+    block: int
+    slot: int
+    steps: int
+    started: float
+    step: int = 0
+    tokens: int = 0
+    loss: float = math.nan
+    saved: int = 0  # segments whose state is on the disk
+    saved_before: int = 0  # of those, from an earlier start of the engine
+
+    def in_words(self) -> str:
+        """``training block 1, step 40 of 128, loss 3.21``"""
+        return block_words(self.tree())
+
+    def tree(self) -> dict[str, Any]:
+        """For the state tree, but for when it began. ``loss`` is None before the first step."""
+        return {
+            "kind": "block",
+            "unit_id": self.unit_id,
+            "version": self.version,
+            "block": self.block,
+            "slot": self.slot,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": None if math.isnan(self.loss) else self.loss,
+            "saved": self.saved,
+            "tokens": self.tokens,
+        }
+
+
+def block_words(unit: Mapping[str, Any]) -> str:
+    """The state tree's block unit as text: ``training block 1, step 40 of 128, loss 3.21``."""
+    loss = unit.get("loss")
+    text = f"training block {unit.get('block')}, step {unit.get('step', 0)} of {unit.get('steps')}"
+    return text if loss is None else f"{text}, loss {loss:.2f}"
+
 
 @dataclass
 class Facts:
@@ -92,7 +156,7 @@ class Facts:
     last_verdict: dict[str, Any] | None = None
     standing: dict[str, object] | None = None  # as the coordinator told last
     transfer: Transfer | None = None
-    unit: UnitProgress | None = None
+    unit: UnitProgress | BlockUnitProgress | None = None
     reach: Reach = UNASKED
     tree: dict[str, Any] | None = None  # see barnraise.protocol.gossip_state
     limits: dict[str, Any] = field(default_factory=dict)  # see Limits.tree
@@ -124,21 +188,12 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "since_ms": wall(activity.since),
         "until_ms": wall(activity.until),
         "then": activity.then,
-        "policy_version": state.loaded,
+        "policy_version": state.ready,
         "head_version": state.head,
         "have_version": state.fetched,
         "final_version": state.final if state.joined_once else None,
         "complete": state.complete,
-        "unit": None
-        if unit is None
-        else {
-            "unit_id": unit.unit_id,
-            "version": unit.version,
-            "completions": unit.completions,
-            "of": unit.of,
-            "tokens": unit.tokens,
-            "started_ms": wall(unit.started),
-        },
+        "unit": None if unit is None else {**unit.tree(), "started_ms": wall(unit.started)},
         "fetch": None if transfer is None else transfer.shown(mono, facts.coordinator),
         "pending": len(state.pending),
         "awaiting_verdict": len(state.unjudged),

@@ -114,6 +114,18 @@ class Versions:
         """Whether the version is whole and was checked since opening."""
         return version in self._whole
 
+    async def recheck(self, version: int) -> bool:
+        """Whether the version is whole; what an earlier process left is compared with its manifest now."""
+        if version in self._whole:
+            return True
+        async with self._busy:
+            signed, manifest, folder = self._saved(version), self._saved_manifest(version), self.path(version)
+            if signed is None or manifest is None:
+                return False
+            if await off_loop(manifest_bytes(manifest), lambda: folder_matches(manifest, folder)):
+                self._whole[version] = content_id(signed)
+        return version in self._whole
+
     async def ensure(
         self,
         signed: Signed,
@@ -373,11 +385,16 @@ class Versions:
         return self.folder / f"{version_name(version)}.manifest"
 
     def _saved_manifest(self, version: int) -> Manifest | None:
+        signed = self._saved(version)
+        try:
+            manifest = None if signed is None else check_manifest(signed, self._spec, self._run_id)
+        except BarnraiseError:
+            return None  # the version is checked against a fresh manifest when it is next wanted
+        return manifest if manifest is not None and manifest.version == version else None
+
+    def _saved(self, version: int) -> Signed | None:
         path = self._manifest_path(version)
         try:
-            if path.stat().st_size > _MAX_MANIFEST:
-                return None
-            manifest = check_manifest(decode(path.read_bytes(), Signed), self._spec, self._run_id)
+            return None if path.stat().st_size > _MAX_MANIFEST else decode(path.read_bytes(), Signed)
         except (OSError, BarnraiseError):
-            return None  # the version is checked against a fresh manifest when it is next wanted
-        return manifest if manifest.version == version else None
+            return None

@@ -129,12 +129,24 @@ class SwarmFetcher:
         self.came_from = Counter()
         await self.fetch_more(manifest, missing, received)
 
+    async def fetch_shards(
+        self, what: str, missing: Mapping[bytes, int], received: Callable[[int], None]
+    ) -> None:
+        """``fetch`` for shards of no version, such as a corpus's; ``what`` names them in errors.
+
+        Nobody is taken to hold all of them but the coordinator, and mirrors are not asked.
+        """
+        self.came_from = Counter()
+        if missing:
+            await _Download(self, -1, what, (), missing, received).run()
+
     async def fetch_more(
         self, manifest: Manifest, missing: Mapping[bytes, int], received: Callable[[int], None]
     ) -> None:
         """``fetch`` for a part of a download: ``came_from`` goes on counting."""
         if missing:
-            await _Download(self, manifest, missing, received).run()
+            what = f"version {manifest.version}"
+            await _Download(self, manifest.version, what, manifest.mirrors, missing, received).run()
 
 
 PEER, MIRROR, ORIGIN = range(3)  # the order in which sources are asked
@@ -174,13 +186,16 @@ class _Download:
     def __init__(
         self,
         owner: SwarmFetcher,
-        manifest: Manifest,
+        version: int,
+        what: str,
+        mirrors: Sequence[str],
         missing: Mapping[bytes, int],
         received: Callable[[int], None],
     ) -> None:
         self.owner = owner
-        self.version = manifest.version
-        self.mirrors = manifest.mirrors
+        self.version = version
+        self.what = what
+        self.mirrors = mirrors
         self.received = received
         self.missing = dict(missing)
         order = list(missing)
@@ -232,7 +247,7 @@ class _Download:
             reasons += [f"{p}: banned, {why}" for p, why in self.owner.banned.items() if p not in self.donors]
             size = sum(self.missing.values())
             self.failure = PeerError(
-                f"version {self.version}: no source is left for {len(self.missing)} shards "
+                f"{self.what}: no source is left for {len(self.missing)} shards "
                 f"({size / 1e6:.1f} MB); " + ("; ".join(reasons) or "nobody offers it")
             )
 

@@ -235,8 +235,10 @@ class ShardClient:
         self._requests = 0
         self._outstanding = 0
 
-    async def fetch(self, digest: bytes, size: int) -> bytes | None:
-        """The shard named ``digest`` of exactly ``size`` bytes, verified; ``None`` if the peer lacks it.
+    async def fetch(self, digest: bytes, size: int, *, exact: bool = True) -> bytes | None:
+        """The shard named ``digest`` of ``size`` bytes, verified; ``None`` if the peer lacks it.
+
+        Not ``exact``: of at most so many, where the name is all that is known of it.
 
         Raises:
             BadShardError: it sent something else.
@@ -252,7 +254,7 @@ class ShardClient:
             self._requests += 1
             self._outstanding += size
         try:
-            link, data = await self._exchange(digest, size)
+            link, data = await self._exchange(digest, size, exact)
         finally:
             with trio.CancelScope(shield=True):
                 async with self._room:
@@ -271,7 +273,7 @@ class ShardClient:
         if link is not None:
             await link.stream.close()
 
-    async def _exchange(self, digest: bytes, size: int) -> tuple[_Link, bytes | None]:
+    async def _exchange(self, digest: bytes, size: int, exact: bool) -> tuple[_Link, bytes | None]:
         link = await self._connected()
         done = trio.Event()
         try:
@@ -281,7 +283,7 @@ class ShardClient:
             await turn.wait()
             if link.broken:
                 raise PeerError(link.broken)
-            return link, await self._receive(link, size)
+            return link, await self._receive(link, size, exact)
         except trio.Cancelled:
             # the reply may still come, and nobody would read it
             await self._break(link, f"a request to {self.peer_id} was given up", count=False)
@@ -295,15 +297,15 @@ class ShardClient:
         finally:
             done.set()
 
-    async def _receive(self, link: _Link, size: int) -> bytes | None:
+    async def _receive(self, link: _Link, size: int, exact: bool) -> bytes | None:
         with trio.move_on_after(2 * self._timeout + size / _SLOWEST):
             reply = await link.reader.receive()
             assert isinstance(reply, ShardReply)
             if not reply.found:
                 return None
-            if reply.size != size:  # before anything is read for it
+            if reply.size > size or (exact and reply.size != size):  # before anything is read for it
                 raise MalformedError(f"{reply.size} bytes for a shard of {size}")
-            return await link.reader.read_exactly(size)
+            return await link.reader.read_exactly(reply.size)
         raise PeerError(f"{self.peer_id} sends less than {_SLOWEST // 1024} KiB/s")
 
     async def _connected(self) -> _Link:

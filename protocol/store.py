@@ -71,6 +71,7 @@ class DiskStore:
             bytes, tuple[int, int]
         ] = {}  # digest -> (mtime in ns, file size) when last hashed
         self._pins: dict[str, frozenset[bytes]] = {}
+        self._lasting: set[bytes] = set()
         self._used = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,10 +209,22 @@ class DiskStore:
                 if place is not None and not place.adopted and digest not in pinned:
                     self._drop(digest)
 
-    def sweep(self) -> None:
-        """Delete every shard of the store's own that nobody has pinned."""
+    def spare(self, digests: Iterable[bytes]) -> None:
+        """Keep ``digests`` from ``sweep``: they were used just now, and are evicted after all older ones.
+
+        For what will be wanted again and may be fetched again. Lives in memory, as pins do.
+        """
         with self._lock:
-            self._evict(lambda: False)
+            for digest in digests:
+                place = self._places.get(digest)
+                if place is not None and not place.adopted:
+                    self._lasting.add(digest)
+                    self._places[digest] = self._places.pop(digest)
+
+    def sweep(self) -> None:
+        """Delete every shard of the store's own that nobody has pinned, or had spared."""
+        with self._lock:
+            self._evict(lambda: False, self._lasting)
 
     def adopt(self, path: Path, shards: Iterable[tuple[bytes, int, int]]) -> None:
         """Serve shards from inside ``path`` and delete their own files.
@@ -278,11 +291,11 @@ class DiskStore:
                 f"{_mb(self.quota_bytes or 0)} are in use and {_mb(size)} more are needed; raise the limit"
             )
 
-    def _evict(self, enough: Callable[[], bool]) -> bool:
-        """Delete the oldest unpinned shards until ``enough()``; return whether it is."""
+    def _evict(self, enough: Callable[[], bool], besides: Iterable[bytes] = ()) -> bool:
+        """Delete the oldest unpinned shards, but ``besides``, until ``enough()``; return whether it is."""
         if enough():
             return True
-        pinned = self._pinned()
+        pinned = self._pinned().union(besides)
         for digest in [d for d, p in self._places.items() if not p.adopted and d not in pinned]:
             self._drop(digest)
             if enough():
@@ -292,6 +305,7 @@ class DiskStore:
     def _drop(self, digest: bytes) -> None:
         place = self._places.pop(digest, None)
         self._checked.pop(digest, None)
+        self._lasting.discard(digest)
         if place is not None and not place.adopted:
             self._used -= place.size
             with suppress(OSError):

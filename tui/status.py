@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from barnraise.node.fetching import in_words
+from barnraise.node.state import block_words
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
@@ -119,9 +120,11 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
     yield "version", f"{_version(state.get('policy_version'))} loaded, {newest}"
     fetch = state.get("fetch")
     if fetch:
-        yield "fetching", f"version {fetch.get('version')}: {in_words(fetch)}"
+        yield "fetching", f"{fetch.get('what') or 'version ' + str(fetch.get('version'))}: {in_words(fetch)}"
     unit = state.get("unit") or {}
-    if unit.get("of"):
+    if unit.get("kind") == "block":
+        yield "unit", block_words(unit)
+    elif unit.get("of"):
         yield "unit", f"{unit.get('completions', 0)} of {unit['of']} completions"
     yield (
         "submissions",
