@@ -1,14 +1,16 @@
 """How far honest draws and log-probabilities are apart: what the bounds in ``VerifySpec`` rest on.
 
     python -m benchmarks.calibrate_sampling [--models demo smollm2 llama qwen3 gemma3] [--rows 16]
-        [--tokens 32] [--temperatures 1.0 0.6] [--save FILE]
+        [--tokens 32] [--temperatures 1.0 0.6] [--save FILE] [--submissions N]
 
 Engines generate (float32 and bfloat16, key-value cache, batches); the same tokens are also run through
 other ways to compute (prefill, single rows, eager attention, two threads), each taken as the engine of
 its own logits. ``barnraise.coordinator.calibration`` compares every pair at every position, without
 drawing at random. Reported are the tightest bounds of each pair, the chance that an honest submission of
 64, 512 or 4096 tokens breaks a limit of the default bounds, and of those that ``run init`` would write
-for the model. ``--save`` adds to FILE what was measured (one model at a time fits a minute or two).
+for the model. With ``--submissions`` instead, N whole submissions of the node's engine are judged by the
+real verifier, for each pairing of dtypes, under the model's own bounds. ``--save`` adds to FILE what was
+measured (one model at a time fits a minute or two).
 """
 
 from __future__ import annotations
@@ -19,22 +21,34 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from msgspec import structs
 
-from barnraise.coordinator.calibration import Pair, States, compare, with_room
+from barnraise.coordinator import presets
+from barnraise.coordinator.calibration import Pair, States, compare, measured_verify_spec, with_room
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.draw_checks import sum_limit, token_limit
+from barnraise.coordinator.folder import create_run, read_spec
+from barnraise.coordinator.model_source import prepare_model
+from barnraise.coordinator.verifier import Judge
+from barnraise.coordinator.workers import VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.generate import generate
 from barnraise.kernels.prefill import prefill
-from barnraise.protocol.spec import SamplingSpec, VerifySpec
+from barnraise.node.engine import Work
+from barnraise.node.torch_engine import Generator
+from barnraise.protocol.messages import RolloutLease, RolloutSubmission
+from barnraise.protocol.spec import Dtype, SamplingSpec, VerifySpec
+from barnraise.protocol.wire import encode
 from benchmarks.proof_models import VOCABULARY, load, model_folder
 
 MODELS = ("demo", "smollm2", "llama", "qwen3", "gemma3")
+DTYPES: tuple[tuple[Dtype, Dtype], ...] = (("bfloat16", "float32"), ("float32", "bfloat16"))
 SUBMISSIONS = (64, 512, 4096)  # tokens
 
 
@@ -98,9 +112,6 @@ def ways(
 
 def _prompts(folder: Path, rows: int, preset: str) -> list[list[int]]:
     """Prompts of the preset's environment; text long enough to be worth proving."""
-    from msgspec import structs
-
-    from barnraise.coordinator import presets
     from barnraise.kernels.tokens import Codec
     from barnraise.protocol.environments import build_environment
 
@@ -112,6 +123,75 @@ def _prompts(folder: Path, rows: int, preset: str) -> list[list[int]]:
     return [list(codec.encode_prompt(environment.task(row, held_out=False).prompt)) for row in range(rows)]
 
 
+def whole(name: str, folder: Path, count: int, engine: Dtype, verifier: Dtype) -> dict[str, Any]:
+    """``count`` units by the node's engine in one dtype, judged in another, under the model's own bounds."""
+    settings = presets.demo() if name == "demo" else presets.smollm2()
+    own, _ = measured_verify_spec(folder, settings.environment, settings.sampling, settings.compute_dtype)
+    checks: Counter[str] = Counter()
+    tokens = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run"
+        prepare_model(folder, Path(scratch) / "start", settings.weights_dtype, settings.environment)
+        run_id = create_run(
+            run,
+            Path(scratch) / "start",
+            settings,
+            own,
+            name="whole",
+            description="",
+            model_name=name,
+            seed=0,
+            now_ms=1,
+        )
+        spec = read_spec(run)[0]
+        specs = {
+            dtype: structs.replace(spec, model=structs.replace(spec.model, compute_dtype=dtype))
+            for dtype in (engine, verifier)
+        }
+        generator = Generator("cpu")
+        generator.load(specs[engine], checkpoint_folder(run, 0), 0)
+        judge = Judge(WorkerSetup(spec=specs[verifier], run_id=run_id, folder=str(run), threads=1))
+        prompts, group = spec.rollout.prompts_per_unit, spec.rollout.group_size
+        for number in range(count):
+            work = Work(
+                run_id=run_id,
+                lease_id=number.to_bytes(16, "big"),
+                node=bytes(32),
+                policy_version=0,
+                prompts=prompts,
+                group_size=group,
+            )
+            done = generator.generate(work, lambda event: None, lambda: False)
+            lease = RolloutLease(
+                run_id=run_id,
+                lease_id=work.lease_id,
+                unit_id=number,
+                node=work.node,
+                policy_version=0,
+                prompts=prompts,
+                group_size=group,
+                issued_at=1,
+                timeout_at=2,
+                deadline_at=3,
+            )
+            submission = RolloutSubmission(
+                run_id=run_id,
+                lease_id=work.lease_id,
+                policy_version=0,
+                engine="torch",
+                generate_ms=1,
+                rollouts=done.rollouts,
+            )
+            job = VerifyJob(submission_id=bytes(32), lease=lease, payload=encode(submission))
+            (judged,) = judge.judge([job])
+            checks[judged.verdict.check] += 1
+            tokens += done.tokens
+        judge.close()
+    row = {"model": name, "engine": engine, "verifier": verifier, "tokens": tokens, "verdicts": dict(checks)}
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
@@ -120,6 +200,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.6])
     parser.add_argument("--folder", type=Path, help="measure this folder's weights, of the model named")
+    parser.add_argument("--submissions", type=int, default=0, metavar="N")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -130,6 +211,13 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         for name in options.models:
             folder = options.folder or model_folder(name, Path(scratch))
+            if options.submissions:
+                for engine, verifier in DTYPES:
+                    row = whole(name, folder, options.submissions, engine, verifier)
+                    report.setdefault("whole", []).append(row)
+                if options.save:
+                    _save(report, options.save)
+                continue
             label = f"{name} {options.folder.name}" if options.folder else name
             for temperature in options.temperatures:
                 started = time.monotonic()

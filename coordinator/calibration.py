@@ -146,7 +146,7 @@ def compare(engine: States, verifier: States, temperature: float) -> Pair:
     """
     margins, errors = Observed(), Observed()
     bias = flips = 0.0
-    for mine, theirs in zip(engine[1].split(_ROWS), verifier[1].split(_ROWS), strict=True):
+    for mine, theirs in zip(torch.split(engine[1], _ROWS), torch.split(verifier[1], _ROWS), strict=True):
         p, q = _candidates(
             (engine[0].logits(mine) / temperature).double().log_softmax(-1).cpu(),
             (verifier[0].logits(theirs) / temperature).double().log_softmax(-1).cpu(),
