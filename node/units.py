@@ -35,6 +35,7 @@ from barnraise.protocol.store import DiskStore
 log = logging.getLogger("barnraise.node")
 
 GRACE_MS = 3_600_000  # the coordinator may be behind with its verdicts
+SLOWEST = 32 * 1024  # bytes/s: time for the files to go there, besides
 _LEASE, _SUBMISSION = "lease.bin", "submission.bin"
 _TRASH = ".trash-"
 
@@ -117,7 +118,7 @@ class Units:
             kept = self.kept.get(lease_id)
             if lease_id in keep and lease_id not in settled:
                 continue
-            late = kept is not None and now_ms is not None and now_ms > kept.deadline_ms + GRACE_MS
+            late = kept is not None and now_ms is not None and now_ms > _kept_until(kept)
             if kept is None or late or lease_id in settled:
                 self.drop(lease_id)
 
@@ -168,6 +169,11 @@ class Units:
         for entry in (*submission.states, submission.delta):
             wanted = [shard for shard in entry_shards(entry, MAX_SHARD) if not self._store.has(shard[0])]
             self._store.adopt(folder / entry.path, wanted)
+
+
+def _kept_until(kept: Kept) -> int:
+    size = sum(entry.size for entry in (*kept.submission.states, kept.submission.delta))
+    return kept.deadline_ms + GRACE_MS + size * 1000 // SLOWEST
 
 
 def unit_bytes(folder: Path) -> int:

@@ -43,7 +43,9 @@ from barnraise.node.model import (
     Stop,
     StopEngine,
     StopFetch,
+    Train,
     Unit,
+    UnitDelayed,
     UnitDone,
     UnitUnusable,
     Upload,
@@ -80,7 +82,7 @@ class World:
     def begin(self, action: Action) -> None:
         self.started.append(action)
         if isinstance(action, StopEngine):
-            assert self.of(Generate, Load), "stopped an engine that was not at work"
+            assert self.of(Generate, Train, Load), "stopped an engine that was not at work"
             return
         if isinstance(action, StopFetch):
             assert self.of(Fetch)
@@ -89,8 +91,8 @@ class World:
             self.stop = action
             return
         assert not self.of(type(action)), f"two at once: {action}"
-        if isinstance(action, Generate | Load):
-            assert not self.of(Generate, Load), "the engine got two tasks"
+        if isinstance(action, Generate | Train | Load):
+            assert not self.of(Generate, Train, Load), "the engine got two tasks"
         self.running.append(action)
 
     def of(self, *types: type[Action]) -> list[Action]:
@@ -107,14 +109,15 @@ class World:
         assert activity.since <= self.now
         if self.stop is not None:
             return
-        assert (state.engine in ("generating", "stopping", "loading")) == bool(self.of(Generate, Load))
+        at_work = state.engine in ("generating", "training", "stopping", "loading")
+        assert at_work == bool(self.of(Generate, Train, Load))
         assert len(set(state.pending)) == len(state.pending)
         assert len(state.pending) <= core.MAX_PENDING + 1 + 2  # two may come from an earlier process
         assert (state.link == "trying") <= bool(self.of(Connect))
 
     def check_rest(self) -> None:
         """With nothing under way, something must be due, or a person must be told whom to wait for."""
-        if self.stop is not None or self.of(Ask, Fetch, Generate, Load, Upload, GiveBack, Connect):
+        if self.stop is not None or self.of(Ask, Fetch, Generate, Train, Load, Upload, GiveBack, Connect):
             return
         due = core.next_wake(self.state, self.now)
         waits = self.state.complete or self.state.head < 0 or self.state.held is not None
@@ -127,7 +130,12 @@ def answers(world: World, action: Action) -> list[Event]:
     jitter, state = 0.5, world.state
     match action:
         case Connect():
-            return [Joined(max(0, state.head), 6, 2), Joined(state.head, 6, 2), LinkLost("gone", jitter)]
+            last = state.last_block
+            return [
+                Joined(max(0, state.head), 6, 2, last),
+                Joined(state.head, 6, 2, last),
+                LinkLost("gone", jitter),
+            ]
         case Fetch(version):
             if state.fetch_stopping:
                 return [FetchStopped(), FetchDone(version)]
@@ -138,7 +146,9 @@ def answers(world: World, action: Action) -> list[Event]:
             return [EngineLoaded(version), EngineFailed("died", False, False, jitter)]
         case Ask(version):
             world.leases += 1
-            unit = Unit(world.leases.to_bytes(16, "big"), version, 2, 2, world.now + 30)
+            assert version <= state.last_block or version == state.loaded
+            steps = 4 if version <= state.last_block else 0
+            unit = Unit(world.leases.to_bytes(16, "big"), version, 2, 2, world.now + 30, steps=steps)
             return [
                 Granted(unit),
                 NoLease("enough", 3.0, jitter),
@@ -153,6 +163,18 @@ def answers(world: World, action: Action) -> list[Event]:
                 UnitDone(world.submissions.to_bytes(32, "big")),
                 EngineFailed("out of memory", True, True, jitter),
                 EngineFailed("died", False, False, jitter),
+                UnitUnusable("disk full", jitter),
+            ]
+        case Train(unit):
+            assert unit.is_block
+            if state.engine == "stopping":
+                return [EngineStopped(alive=True), UnitDelayed("slow", jitter)]
+            world.submissions += 1
+            return [
+                UnitDone(world.submissions.to_bytes(32, "big")),
+                EngineFailed("died", False, False, jitter, advanced=True),
+                EngineFailed("out of memory", True, True, jitter),
+                UnitDelayed("nobody has the corpus", jitter),
                 UnitUnusable("disk full", jitter),
             ]
         case Upload(submission_id):
@@ -172,12 +194,14 @@ MODES: tuple[Mode, ...] = ("run", "pause", "finish", "leave")
 
 @settings(max_examples=400, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=80), st.booleans()
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)), max_size=80),
+    st.booleans(),
+    st.sampled_from([-1, 3]),
 )
 def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
-    choices: list[tuple[int, int, int]], exits: bool
+    choices: list[tuple[int, int, int]], exits: bool, last_block: int
 ) -> None:
-    world = World(core.initial(exits, 0.0))
+    world = World(replace(core.initial(exits, 0.0), last_block=last_block))
     world.step()
     for kind, a, b in choices:
         if world.stop is not None:
@@ -204,9 +228,11 @@ def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(CHOICE, max_size=50))
-def test_after_any_trouble_a_healthy_world_gets_work_again(choices: list[tuple[int, int, int]]) -> None:
-    world = World()
+@given(st.lists(CHOICE, max_size=50), st.sampled_from([-1, 3]))
+def test_after_any_trouble_a_healthy_world_gets_work_again(
+    choices: list[tuple[int, int, int]], last_block: int
+) -> None:
+    world = World(replace(core.initial(False, 0.0), last_block=last_block))
     world.step()
     for kind, a, b in choices:
         if kind <= 6 and world.running:
@@ -439,3 +465,95 @@ def test_a_fatal_refusal_ends_with_its_code() -> None:
     world.feed(Fatal("update first", 3))
     assert world.state.stopped == Stop(3, "update first")
     assert world.state.activity.name == "stopped"
+
+
+def training() -> World:
+    """A node that has joined, fetched version 0 and trains a block; versions up to 1 are made of blocks."""
+    world = World()
+    world.step()
+    for event in (Joined(0, 10, 2, 1), FetchDone(0), Granted(block_unit(1))):
+        world.running.clear()
+        world.state = core.apply(world.state, event, world.now)
+        world.step()
+    assert isinstance(world.running[-1], Train)
+    assert not any(isinstance(action, Load) for action in world.started)
+    return world
+
+
+def block_unit(number: int, version: int = 0) -> Unit:
+    return Unit(number.to_bytes(16, "big"), version, 0, 0, deadline=100.0, block=1, steps=8)
+
+
+def test_blocks_need_no_loading_and_a_pause_keeps_the_unit() -> None:
+    world = training()
+    assert world.state.activity.name == "training"
+    assert last(world, Command("pause", 10.0)) == [StopEngine("paused")]
+    assert last(world, EngineStopped(alive=True), Train) == []
+    assert "kept" in world.state.activity.reason
+    world.now = 10.0
+    world.step()
+    assert world.running == [Train(block_unit(1))]
+    assert not any(isinstance(action, GiveBack) for action in world.started)
+
+
+def test_a_pause_beyond_the_lease_drops_the_unit() -> None:
+    world = training()
+    last(world, Command("pause"))
+    last(world, EngineStopped(alive=True), Train)
+    world.now = 101.0
+    world.step()
+    assert world.state.unit is None
+    assert isinstance(last(world, Command("run"))[0], Ask)
+    assert not any(isinstance(action, GiveBack) for action in world.started)
+
+
+def test_an_engine_that_dies_is_started_again_while_the_unit_gets_on() -> None:
+    world = training()
+    for _ in range(5):
+        (again,) = last(world, EngineFailed("killed", False, False, 0.5, advanced=True), Train)
+        assert isinstance(again, Train)
+    assert last(world, EngineFailed("killed", False, False, 0.5), Train) == [
+        GiveBack(block_unit(1).lease_id, "killed")
+    ]
+
+
+def test_a_unit_waits_for_its_corpus_until_the_lease_ends() -> None:
+    world = training()
+    assert last(world, UnitDelayed("nobody offers it", 0.5), Train) == []
+    assert "nobody offers it" in world.state.activity.reason
+    world.now = core.next_wake(world.state, world.now) or 0.0
+    world.step()
+    assert world.running == [Train(replace(block_unit(1)))]
+
+
+def test_a_node_goes_on_from_blocks_to_the_model_by_itself() -> None:
+    world = training()
+    last(world, HeadSeen(2))
+    assert world.state.unit is None, "the blocks have been put together without it"
+    last(world, EngineStopped(alive=True), Train)
+    world.running = [action for action in world.running if not isinstance(action, GiveBack)]
+    last(world, Returned(block_unit(1).lease_id, True))
+    assert world.of(Fetch) == [Fetch(2)]
+    assert not world.of(Ask), "version 0 is no policy"
+    assert Load(2) in last(world, FetchDone(2), Fetch)
+    assert Ask(2) in last(world, EngineLoaded(2), Load)
+    (started,) = last(world, Granted(unit(7, version=2)), Ask)
+    assert isinstance(started, Generate)
+
+
+def test_blocks_are_only_trained_from_the_head() -> None:
+    world = training()
+    last(world, UnitDone(b"s" * 32), Train)
+    world.running.clear()
+    world.state = replace(world.state, asking=False, uploading=None, pending=())
+    last(world, HeadSeen(1))
+    assert not world.of(Ask)
+    assert Ask(1) in last(world, FetchDone(1), Fetch)
+
+
+def test_a_unit_of_an_earlier_process_goes_on_before_the_coordinator_is_back() -> None:
+    world = World()
+    world.state = core.apply(world.state, Restored((), (), block_unit(4), 1), world.now)
+    world.state = core.apply(world.state, HeadSeen(1), world.now)
+    world.step()
+    assert world.of(Train) == [Train(block_unit(4))]
