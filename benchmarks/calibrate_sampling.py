@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -77,7 +77,7 @@ def _chance(pair: Pair, name: str, verify: VerifySpec, temperature: float) -> fl
 
 
 def ways(
-    name: str, folder: Path, rows: int, tokens: int, temperature: float
+    name: str, folder: Path, rows: int, tokens: int, temperature: float, engines: Sequence[str]
 ) -> Iterator[tuple[str, States, States]]:
     """Pairs of an engine's states and a verifier's, of the same tokens, with a name."""
     policies = {dtype: load(folder, dtype) for dtype in ("float32", "bfloat16")}
@@ -87,7 +87,8 @@ def ways(
         prompts = _prompts(folder, rows, name)
     eos = policies["float32"].config.eos_token_id or 0
     sampling = SamplingSpec(temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=tokens)
-    for dtype, policy in policies.items():
+    for dtype in engines:
+        policy = policies[dtype]
         done = generate(policy, prompts, range(rows), sampling, eos, max_batch=rows)
         chosen = [completion.tokens for completion in done]
         decoded = (policy, torch.cat([completion.states for completion in done]))
@@ -96,14 +97,15 @@ def ways(
             yield f"{dtype} decode, {other} prefill", decoded, states
         if dtype == "float32":
             yield "float32 prefill, bfloat16 prefill", short["float32"], short["bfloat16"]
-            if name == "smollm2":
-                continue  # slow here
-        single = (policy, torch.cat(prefill(policy, prompts, chosen, max_tokens=1)))
-        yield f"{dtype} single rows, float32 prefill", single, short["float32"]
-        torch.set_num_threads(2)
-        two = (policy, torch.cat(prefill(policy, prompts, chosen)))
-        torch.set_num_threads(1)
-        yield f"{dtype} two threads, float32 prefill", two, short["float32"]
+        if name != "smollm2":  # slow there
+            single = (policy, torch.cat(prefill(policy, prompts, chosen, max_tokens=1)))
+            yield f"{dtype} single rows, float32 prefill", single, short["float32"]
+            torch.set_num_threads(2)
+            two = (policy, torch.cat(prefill(policy, prompts, chosen)))
+            torch.set_num_threads(1)
+            yield f"{dtype} two threads, float32 prefill", two, short["float32"]
+        elif dtype == "float32":
+            continue
         eager = load(folder, dtype, "eager")
         slow = (eager, torch.cat(prefill(eager, prompts, chosen)))
         yield f"{dtype} eager, float32 prefill", slow, short["float32"]
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.6])
+    parser.add_argument("--engines", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--folder", type=Path, help="measure this folder's weights, of the model named")
     parser.add_argument("--submissions", type=int, default=0, metavar="N")
     parser.add_argument("--save", type=Path)
@@ -224,7 +227,7 @@ def main() -> None:
                 found = {
                     pair: compare(engine, verifier, temperature)
                     for pair, engine, verifier in ways(
-                        name, folder, options.rows, options.tokens, temperature
+                        name, folder, options.rows, options.tokens, temperature, options.engines
                     )
                 }
                 # What ``run init`` looks at.
@@ -241,7 +244,8 @@ def main() -> None:
                     | described(one, temperature, own)
                     for pair, one in found.items()
                 ]
-                kept = [r for r in report["pairs"] if (r["model"], r["temperature"]) != (label, temperature)]
+                fresh = {(label, temperature, pair) for pair in found}
+                kept = [r for r in report["pairs"] if (r["model"], r["temperature"], r["pair"]) not in fresh]
                 report["pairs"] = kept + rows
                 for row in rows:
                     print(_line(row), file=sys.stderr, flush=True)

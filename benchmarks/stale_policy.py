@@ -5,12 +5,12 @@
 From one policy, AdamW steps of the GRPO loss are made as the learner makes them (the run's settings, one
 step a version, completions drawn and rewarded). A cheat goes on with the version before the steps; its
 claims are what its engine computes, in float32 or bfloat16. The verifier (float32) holds the version after
-1, 2, 4 or 8 steps, and the earlier one. Counted is how many submissions of a size are refused, by
-``stale-weights`` and by any other check, under the default bounds and under those that ``run init`` writes
-for the model. Submissions of the smallest size are cut from the pool of completions, none used twice; larger
-ones are drawn from it at random, so they overlap. All their tokens are looked at, where the verifier
-looks at ``STALE_TOKENS``. ``honest`` rows are the same with an engine that has the newer version: they must
-never be refused.
+1, 2, 4 or 8 steps, and the earlier one. Counted is how many submissions of a size are refused by
+``stale-weights`` alone and, of the smallest size, by which check first, under the default bounds and under
+those that ``run init`` writes for the model. Submissions of the smallest size are cut from the pool of
+completions, none used twice; larger ones are drawn from it at random, so they overlap. All their tokens are
+looked at, where the verifier looks at ``STALE_TOKENS``. ``honest`` rows are the same with an engine that has
+the newer version: they must never be refused.
 
 SmolLM2's masters lie evenly between bfloat16 values ("mid-run", see ``benchmarks.patches``) and versions are
 published in bfloat16; the demo publishes float32.
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -62,7 +62,7 @@ from benchmarks.proof_models import model_folder
 
 STEPS = (1, 2, 4, 8)
 SIZES = (256, 1024, 4096)
-RESAMPLED = 200
+RESAMPLED = 100
 BATCH = {"demo": (16, 8), "smollm2": (2, 4)}  # groups, samples of a step
 
 Weights = dict[str, Tensor]
@@ -274,17 +274,16 @@ def count(found: Pool, size: int, specs: dict[str, VerifySpec]) -> dict[str, Any
             cut.append(rows)
     result: dict[str, Any] = {"tokens": size, "submissions": len(cut)}
     result["stale"] = sum(verdict(found, rows, specs["default"], True) != "all" for rows in cut)
-    for name, verify in specs.items():
+    for name, verify in specs.items() if size == min(SIZES) else ():
         result[name] = dict(Counter(verdict(found, rows, verify, False) for rows in cut))
     return result
 
 
 def measure(
     bench: Bench, rate: float, tokens: int, honest: int, specs: dict[str, VerifySpec], say: Any
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row per steps, engine and kind."""
     versions = train(bench, rate, say)
-    rows = []
     cheats = {dtype: drawn(bench, versions[0], dtype, tokens, 0) for dtype in ("float32", "bfloat16")}
     for steps in STEPS:
         for dtype, cheat in cheats.items():
@@ -305,13 +304,12 @@ def measure(
                     "error_rms": float(np.sqrt(np.mean(error**2))),
                     "sizes": [
                         count(found, size, specs)
-                        for size in SIZES
+                        for size in (SIZES if kind == "stale" else SIZES[:1])
                         if sum(map(len, found.tokens)) >= size * (1 if size == min(SIZES) else 1.25)
                     ],
                 }
-                rows.append(row)
                 say(json.dumps(row))
-    return rows
+                yield row
 
 
 def main() -> None:
@@ -332,6 +330,24 @@ def main() -> None:
 
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
+
+    def save() -> dict[str, Any]:
+        report: dict[str, Any] = {"rows": []}
+        if options.save and options.save.is_file():
+            report = json.loads(options.save.read_text(encoding="utf-8"))
+        new = {_key(row) for row in rows}
+        report = {
+            "benchmark": "stale_policy",
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "load": os.getloadavg()[0],
+            "seconds": round(time.monotonic() - began),
+            "rows": [row for row in report["rows"] if _key(row) not in new] + rows,
+        }
+        if options.save:
+            options.save.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return report
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or model_folder(options.model, Path(scratch))
         run = presets.demo() if options.model == "demo" else presets.smollm2()
@@ -339,24 +355,15 @@ def main() -> None:
         specs = {"default": default_verify_spec(), "own": own}
         for rate in options.rates:
             bench = Bench(options.model, folder)  # the float32 masters begin anew
-            rows += measure(bench, rate, options.tokens, options.honest, specs, say)
-    report: dict[str, Any] = {"rows": []}
-    if options.save and options.save.is_file():
-        report = json.loads(options.save.read_text(encoding="utf-8"))
-    new = {(row["model"], row["rate"]) for row in rows}
-    report = {
-        "benchmark": "stale_policy",
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "load": os.getloadavg()[0],
-        "seconds": round(time.monotonic() - began),
-        "rows": [row for row in report["rows"] if (row["model"], row["rate"]) not in new] + rows,
-    }
-    text = json.dumps(report, indent=1)
-    if options.save:
-        options.save.write_text(text + "\n", encoding="utf-8")
+            for row in measure(bench, rate, options.tokens, options.honest, specs, say):
+                rows.append(row)
+                save()  # a run that is cut short keeps what it has
     if options.json:
-        print(text)
+        print(json.dumps(save(), indent=1))
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "rate", "steps", "engine", "kind"))
 
 
 if __name__ == "__main__":
