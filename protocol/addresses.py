@@ -37,6 +37,28 @@ def parse_address(address: str) -> tuple[str, int, str]:
     return host, int(port), peer_id
 
 
+def household(ip: str) -> str:
+    """Whose limits an IP address counts towards: its own, or of IPv6 its /64, which costs its holder nothing.
+
+    Anything else (a name, a host in memory) stands for itself.
+    """
+    try:
+        parsed = ipaddress.ip_address(ip.partition("%")[0])
+    except ValueError:
+        return ip[:256].lower()
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, 64), strict=False))
+
+
+def household_of(address: str) -> str:
+    """``household`` of the host in ``/ip4|ip6|dns/HOST/...``; empty if there is none."""
+    parts = address.split("/", 3)
+    return household(parts[2]) if len(parts) > 2 else ""
+
+
 def parse_circuit(address: str) -> tuple[str, str] | None:
     """Split ``<relay's address>/p2p-circuit/p2p/PEER`` into the relay's address and the peer id.
 

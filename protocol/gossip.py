@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
-from barnraise.protocol.gossip_dial import open_control
+from barnraise.protocol.gossip_dial import Dialler
 from barnraise.protocol.gossip_heads import Heads
 from barnraise.protocol.gossip_link import Link, part
 from barnraise.protocol.gossip_lists import LISTS, Lists
@@ -105,6 +105,7 @@ class Gossiper:
     ) -> None:
         addresses = tuple(address for address in network.addresses if 0 < len(address) <= 256)[:16]
         me = Contact(peer_id=network.peer_id, addresses=addresses)
+        bootstrap = tuple(bootstrap)
         self.core = Treecast(
             me,
             bootstrap,
@@ -122,6 +123,7 @@ class Gossiper:
         self.openings = OpeningTraffic(self, check_opening)
         self._on_head, self._on_report, self._on_change = on_head, on_report, on_change
         self.heads = Heads(check_head, 2 * HEADS)
+        self._dialler = Dialler(network, (contact.peer_id for contact in bootstrap))
         self._dialling: set[str] = set()
         self._nursery: trio.Nursery | None = None
         self._early: list[tuple[Callable[..., Any], tuple[object, ...]]] = []  # tasks for when ``run`` begins
@@ -325,7 +327,7 @@ class Gossiper:
         try:
             await trio.lowlevel.checkpoint()  # the machine may be in the middle of something
             if peer not in self.links and peer not in self.banned:
-                stream = await open_control(self.network, contact)
+                stream = await self._dialler.open(contact)
         except PeerError as error:
             log.debug("cannot link to %s: %s", peer, error)
         finally:

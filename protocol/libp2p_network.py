@@ -34,7 +34,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from barnraise.protocol.addresses import parse_address, parse_circuit
+from barnraise.protocol.addresses import household, parse_address, parse_circuit
 from barnraise.protocol.circuit import Circuits
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
@@ -392,7 +392,7 @@ class Libp2pNetwork:
     async def _accept(self, tcp: trio.SocketStream) -> None:
         """Serve one inbound TCP connection to its end. Never raises but on cancellation."""
         try:
-            place = str(tcp.socket.getpeername()[0])
+            place = household(str(tcp.socket.getpeername()[0]))
         except OSError:
             return
         if (

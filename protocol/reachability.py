@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import trio
 from msgspec import Struct
 
+from barnraise.protocol.addresses import household_of
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.messages import Message
 from barnraise.protocol.network import Handler, Network, Stream
@@ -60,23 +61,28 @@ UNASKED = Reach("unknown", "not asked yet")
 
 
 class Quota:
-    """At most so many questions per key in ``WINDOW_S``; keeps no more than ``MAX_KNOWN`` keys."""
+    """At most so many questions per key in ``window_s``; keeps no more than ``MAX_KNOWN`` keys."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, window_s: float = WINDOW_S) -> None:
         self._most = most
+        self._window_s = window_s
         self._asked: OrderedDict[str, list[float]] = OrderedDict()
 
     def wait(self, key: str, now: float) -> float:
         """Seconds until ``key`` may ask again; 0.0: now."""
-        times = [at for at in self._asked.get(key, ()) if now - at < WINDOW_S]
-        return 0.0 if len(times) < self._most else times[-self._most] + WINDOW_S - now
+        times = [at for at in self._asked.get(key, ()) if now - at < self._window_s]
+        return 0.0 if len(times) < self._most else times[-self._most] + self._window_s - now
 
     def spend(self, key: str, now: float) -> None:
         """Count one question."""
-        times = [at for at in self._asked.pop(key, ()) if now - at < WINDOW_S]
+        times = [at for at in self._asked.pop(key, ()) if now - at < self._window_s]
         self._asked[key] = [*times, now][-self._most :]
         while len(self._asked) > MAX_KNOWN:
             self._asked.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Let ``key`` begin anew."""
+        self._asked.pop(key, None)
 
 
 def port_of(address: str) -> int | None:
@@ -129,7 +135,7 @@ def serve_reach(
 
     async def answer(peer: str, request: ReachRequest) -> ReachReply:
         observed, now = network.observed(peer), trio.current_time()
-        keys = ((peers, peer), (hosts, host_of(observed)), (everybody, ""))
+        keys = ((peers, peer), (hosts, household_of(observed)), (everybody, ""))
         wait = max(quota.wait(key, now) for quota, key in keys)
         if wait > 0 or not observed or busy.available_tokens < 1:
             text = "asked too often" if wait > 0 else "busy" if observed else "it is not known where you are"

@@ -18,10 +18,11 @@ import trio
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
 from msgspec import Struct
 
+from barnraise.protocol.addresses import household_of
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.protocol.network import Network, Stream
-from barnraise.protocol.reachability import Quota, host_of
+from barnraise.protocol.reachability import Quota
 from barnraise.protocol.relay_wire import (
     DENIED,
     FAILED,
@@ -48,7 +49,7 @@ ASKS = 120  # questions of one peer in Quota's window: 24 a minute
 class LimitSpec(Struct, frozen=True):
     """What a relay lends.
 
-    ``per_host``: reservations from one address. Per circuit: ``seconds`` it may last, and
+    ``per_host``: reservations from one address (IPv6: /64). Per circuit: ``seconds`` it may last, and
     ``data`` bytes each way (0: any number). ``rate``: bytes/s, all circuits together.
     """
 
@@ -112,7 +113,7 @@ class Relay:
         for other, until in list(self.reserved.items()):
             if until <= now or not self.network.connected(other):
                 self._forget(other)
-        host = host_of(self.network.observed(peer))
+        host = household_of(self.network.observed(peer))
         same = sum(1 for other in self._hosts.values() if other == host)
         if peer not in self.reserved and (
             len(self.reserved) >= self.limits.reservations or same >= self.limits.per_host
