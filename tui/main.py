@@ -27,6 +27,7 @@ from barnraise.tui import (
     ledger,
     limits,
     receipts,
+    report,
     runs,
     status,
     swarm,
@@ -52,6 +53,7 @@ app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("receipts", epilog=receipts.EXAMPLES)(receipts.receipts)
 app.command("appeal", epilog=appeal.EXAMPLES)(appeal.appeal)
 app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)

@@ -249,6 +249,8 @@ def init(
             trim=trim,
             **_given(pretraining),  # type: ignore[arg-type]
         )
+        if corpus is not None and model == "demo":  # the demo's model knows no other text than its own
+            model = "tiny"
         pretrain_run.make(
             folder,
             model,
