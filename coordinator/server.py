@@ -21,6 +21,7 @@ import trio
 from barnraise.coordinator import block_scheduler, publisher, scheduler
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
+from barnraise.coordinator.bans import ban, unban
 from barnraise.coordinator.block_belt import BlockBelt
 from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.core import Core, Offload, in_thread
@@ -143,7 +144,11 @@ async def run_coordinator(
                 await publish.serve_head()
                 if control:
                     changed = Changed()
-                    commands = {"export-ledger": partial(_export, run, core)}
+                    commands = {
+                        "export-ledger": partial(_export, run, core),
+                        "ban": partial(ban, core),
+                        "unban": partial(unban, core),
+                    }
                     await nursery.start(serve_control, run.control_path, get_state, commands, changed)
                     nursery.start_soon(_show, core, changed)
                 network.set_handler(HELLO_PROTOCOL, answer_hello)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from barnraise.protocol.errors import MalformedError, PeerError
+from barnraise.protocol.control import send_command
+from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.tui.console import emit_json, examples, size
 
 app = typer.Typer(
@@ -153,3 +156,68 @@ def export_store(
             time.sleep(every)
         except KeyboardInterrupt:
             return
+
+
+@app.command(
+    short_help="Give a node no work for a while.",
+    epilog=examples(
+        "coordinator ban ./my-run 12D3KooW... --reason 'floods others' --for 7d",
+        "coordinator ban ./my-run anna --reason 'asked to stop'",
+    ),
+)
+def ban(
+    folder: Path = typer.Argument(..., metavar="DIR", help="The folder of a run that is being served."),
+    node: str = typer.Argument(
+        ..., metavar="NODE", help="Its peer id or the end of it, its key's start, or its name."
+    ),
+    reason: str = typer.Option(..., "--reason", metavar="TEXT", help="Why; the node and the ledger show it."),
+    lasting: str = typer.Option("1d", "--for", metavar="TIME", help="How long: 90m, 12h, 7d."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object."),
+) -> None:
+    """Ban a node: it gets no work and none is taken from it, until the time is over or 'unban'.
+
+    The ban stands in the public ledger with its reason. A new one replaces that in force. It
+    holds for one key: whoever makes another comes back as a newcomer.
+    """
+    seconds = _seconds(lasting)
+    reply = _command(folder, "ban", node=node, reason=reason, seconds=seconds)
+    end = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(reply["until"]) / 1000))
+    if as_json:
+        emit_json(reply)
+    else:
+        typer.echo(f"{reply['name']} ({reply['node']}) is banned until {end}")
+
+
+@app.command(short_help="End a node's ban.", epilog=examples("coordinator unban ./my-run anna"))
+def unban(
+    folder: Path = typer.Argument(..., metavar="DIR", help="The folder of a run that is being served."),
+    node: str = typer.Argument(..., metavar="NODE", help="As for 'ban'."),
+    reason: str = typer.Option("", "--reason", metavar="TEXT", help="Why; the ledger shows it."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object."),
+) -> None:
+    """End a node's ban now, whether the operator made it or the rule did."""
+    reply = _command(folder, "unban", node=node, reason=reason)
+    if as_json:
+        emit_json(reply)
+    else:
+        typer.echo(f"{reply['name']} ({reply['node']}) gets work again")
+
+
+def _command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:
+    try:
+        return send_command(folder / "control.sock", name, **arguments)
+    except (PeerError, OSError) as error:
+        raise BarnraiseError(
+            f"no coordinator answers in {folder} ({error}); "
+            f"start it with 'barnraise coordinator run {folder}'"
+        ) from error
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def _seconds(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip())
+    if match is None or not 0 < int(match[1]) * _UNITS[match[2]] <= 3650 * 86_400:
+        raise typer.BadParameter("write it like 90m, 12h or 7d, at most 3650d", param_hint="--for")
+    return int(match[1]) * _UNITS[match[2]]

@@ -94,7 +94,7 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
             f"{node.get('state', '?')}, version {_version(node.get('have_version'))}, {counts}, "
             f"{node.get('credit', 0):,} Mflop, last verdict: {verdict}"
             + (f", {node['strikes']} strikes" if node.get("strikes") else "")
-            + (f", BANNED: {node['banned']}" if node.get("banned") else "")
+            + (f", BANNED{_until(node.get('banned_until'))}: {node['banned']}" if node.get("banned") else "")
             + (f", {node['reach']}" if node.get("reach") else ""),
         )
 
@@ -176,6 +176,12 @@ def standing(told: dict[str, Any] | None, now: float) -> str:
         wait = f", next work in {duration(pause)}" if pause > 0 else ""
         text += f"; {told['strikes']} rejections not made good yet{reason}{wait}"
     return text
+
+
+def _until(at_ms: Any) -> str:
+    if not isinstance(at_ms, int) or not 0 < at_ms < 253_402_300_800_000:  # the year 10,000
+        return ""
+    return time.strftime(" until %Y-%m-%d %H:%M UTC", time.gmtime(at_ms / 1000))
 
 
 def _with_reason(state: dict[str, Any]) -> str:
