@@ -6,9 +6,10 @@
 Engines really generate (key-value cache, left padding, batches, chunked prefill, eager and fused
 attention, one and two threads, float32 and bfloat16), prove what they computed, and verifiers that
 compute in another way compare. Of every pair of an engine and a verifier, per proof of 32 tokens:
-exponent mismatches of 128, mean and (lower) median mantissa difference. ``chance`` is that of one
-honest proof over the default threshold, by a distribution of the pair's mean and variance: negative
-binomial for counts, gamma for means. SmolLM2 takes a shorter list of ways: it is slow here.
+exponent mismatches of 128, mean and (lower) median mantissa difference. ``chances`` are those of one
+honest proof over the default threshold, see ``benchmarks.tails``, from all pairs of a kind together.
+SmolLM2 takes a shorter list of ways: it is slow here. ``--save`` is written after every engine and cheat,
+and what FILE has already is not done again: a run that was cut short goes on with the same command.
 
 Dishonest engines prove what other weights computed for the same tokens; ``found`` is the share of
 single proofs, and of submissions of 8 proofs, over the default thresholds.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -38,14 +38,17 @@ from barnraise.coordinator.checks import CheckFailure, default_verify_spec
 from barnraise.kernels.generate import generate
 from barnraise.kernels.models import Policy
 from barnraise.kernels.prefill import prefill
-from barnraise.kernels.toploc import ChunkScore, build_proofs, chunk_points, score
+from barnraise.kernels.toploc import ChunkScore, build_proofs, score
 from barnraise.protocol.spec import SamplingSpec
 from benchmarks.proof_models import DISHONEST, VOCABULARY, chunked_states, load, model_folder
+from benchmarks.tails import chance_count, chance_exponential, chance_mean, histogram, merged
 
 VERIFY = default_verify_spec()
 MODELS = ("demo", "smollm2", "llama", "qwen3", "gemma3")
 STATISTICS = ("exponent_mismatches", "mantissa_mean", "mantissa_median")
-SUBMISSION_PROOFS = 8
+STEPS = {"exponent_mismatches": 1.0, "mantissa_mean": 0.05}  # of the histograms that are kept
+PROMPT_CHANGED = "one prompt token changed"
+SUBMISSION_PROOFS, USUAL_PROOFS = 8, 64
 Row = tuple[list[int], list[int]]
 
 
@@ -115,7 +118,7 @@ class Model:
         self.name = name
         self.folder = model_folder(name, scratch)
         self.tokens = 8 if name == "demo" else tokens
-        self.prompts = _prompts(name, rows * (4 if name == "demo" else 1))
+        self.prompts = prompts_of(name, rows * (4 if name == "demo" else 1))
         self._policies: dict[tuple[str, str], Policy] = {}
 
     def policy(self, way: Way) -> Policy:
@@ -150,7 +153,7 @@ class Model:
         return prefill(self.policy(way), prompts, done)
 
 
-def _prompts(name: str, rows: int) -> list[list[int]]:
+def prompts_of(name: str, rows: int) -> list[list[int]]:
     """Real prompts of the preset's tasks, of different lengths; random tokens for a random model."""
     if name in ("demo", "smollm2"):
         from barnraise.coordinator import presets
@@ -173,117 +176,129 @@ def _prompts(name: str, rows: int) -> list[list[int]]:
 
 def compare(proofs: Sequence[bytes], states: Sequence[Tensor]) -> list[ChunkScore]:
     """All chunks' scores."""
-    return [chunk for row in score(proofs, states) for chunk in row]
+    return [chunk for row in score(proofs, states, among=toploc_checks.AMONG) for chunk in row]
 
 
-def over(scores: Sequence[ChunkScore], points: Sequence[int]) -> list[bool]:
-    """Which proofs the default thresholds refuse."""
+def over(scores: Sequence[ChunkScore]) -> list[bool]:
+    """Which proofs the default thresholds refuse, as one of ``USUAL_PROOFS`` in a submission."""
     found = []
-    for one, count in zip(scores, points, strict=True):
+    for one in scores:
         try:
-            toploc_checks.check_toploc([one], [count], 0, VERIFY)
+            toploc_checks.check_toploc([one], 0, USUAL_PROOFS, VERIFY)
             found.append(False)
         except CheckFailure:
             found.append(True)
     return found
 
 
-def chance_count(values: Sequence[float], threshold: int) -> float:
-    """P(count > threshold), negative binomial of the values' mean and variance (Poisson if not wider)."""
-    mean, variance = _moments(values)
-    if mean == 0:
-        return 0.0
-    below = 0.0
-    for count in range(threshold + 1):
-        if variance <= mean * 1.001:
-            log = count * math.log(mean) - mean - math.lgamma(count + 1)
-        else:
-            size, share = mean * mean / (variance - mean), mean / variance
-            log = math.lgamma(count + size) - math.lgamma(size) - math.lgamma(count + 1)
-            log += size * math.log(share) + count * math.log1p(-share)
-        below += math.exp(log)
-    return max(0.0, 1.0 - below)
+def submissions(scores: Sequence[ChunkScore]) -> float:
+    """The share of submissions of ``SUBMISSION_PROOFS`` of these proofs that are refused; overlapping."""
+    refused = over(scores)
+    size = SUBMISSION_PROOFS
+    parts = [slice(start, start + size) for start in range(max(1, len(scores) - size + 1))]
+    return sum(any(refused[part]) or _sums_refused(scores[part]) for part in parts) / len(parts)
 
 
-def chance_mean(values: Sequence[float], threshold: float) -> float:
-    """P(value > threshold), gamma distribution of the values' mean and variance."""
-    mean, variance = _moments(values)
-    if variance == 0:
-        return float(mean > threshold)
-    shape, scale = mean * mean / variance, variance / mean
-    kind = torch.float64
-    return float(
-        torch.special.gammaincc(torch.tensor(shape, dtype=kind), torch.tensor(threshold / scale, dtype=kind))
-    )
-
-
-def _moments(values: Sequence[float]) -> tuple[float, float]:
-    mean = sum(values) / len(values)
-    return mean, sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+def _sums_refused(scores: Sequence[ChunkScore]) -> bool:
+    try:
+        toploc_checks.check_toploc_sums([scores], VERIFY)
+    except CheckFailure:
+        return True
+    return False
 
 
 def summary(scores: Sequence[ChunkScore]) -> dict[str, Any]:
-    """Largest and mean of the three statistics, and the chances to exceed two of the thresholds."""
+    """Largest and mean of the three statistics."""
     result: dict[str, Any] = {"proofs": len(scores)}
     for name in STATISTICS:
         values = [float(getattr(one, name)) for one in scores]
         result[name] = {"max": round(max(values), 3), "mean": round(sum(values) / len(values), 3)}
-    counts, means = result["exponent_mismatches"], result["mantissa_mean"]
-    counts["chance"] = chance_count([s.exponent_mismatches for s in scores], VERIFY.max_exponent_mismatches)
-    means["chance"] = chance_mean([s.mantissa_mean for s in scores], VERIFY.max_mantissa_mean)
     return result
 
 
-def honest(model: Model, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every engine against every verifier."""
+def pool(found: dict[str, Any], pair: str, scores: Sequence[ChunkScore]) -> None:
+    """Add the scores to the histograms of all pairs of this kind (JSON's keys are text)."""
+    pooled = found.setdefault("histograms", {}).setdefault(pair, {})
+    for name, step in STEPS.items():
+        more = histogram([float(getattr(one, name)) for one in scores], step)
+        old = {float(value): count for value, count in pooled.get(name, {}).items()}
+        pooled[name] = {f"{value:g}": count for value, count in merged(old, more).items()}
+
+
+def chances(pooled: dict[str, dict[str, int]]) -> dict[str, dict[str, float | None]]:
+    """Of one honest proof over its limit, by both estimates of ``benchmarks.tails``."""
+    counts, means = ({float(v): n for v, n in pooled[name].items()} for name in STEPS)
+    false_alarm = toploc_checks.SHARE * VERIFY.false_alarm / USUAL_PROOFS
+    most = toploc_checks.mismatch_limit(VERIFY.toploc_top_k, VERIFY, false_alarm)
+    mean = toploc_checks.mantissa_limit(VERIFY.toploc_top_k, VERIFY, false_alarm)
+    return {
+        "exponent_mismatches": {
+            "limit": most,
+            "distribution": chance_count(counts, int(most)),
+            "exponential": chance_exponential(counts, most, STEPS["exponent_mismatches"]),
+        },
+        "mantissa_mean": {
+            "limit": mean,
+            "distribution": chance_mean(means, mean),
+            "exponential": chance_exponential(means, mean, STEPS["mantissa_mean"]),
+        },
+    }
+
+
+def honest(model: Model, found: dict[str, Any], say: Callable[[str], None], save: Callable[[], None]) -> None:
+    """Every engine against every verifier; engines that ``found`` has already are left out."""
     engines, verifiers = (FEW_ENGINES, FEW_VERIFIERS) if model.name == "smollm2" else (ENGINES, VERIFIERS)
-    base = model.engine(engines[0], [])
-    table = []
-    for way in engines:
-        work = model.engine(way, base.rows)
+    table = found.setdefault("honest", [])
+    done = {row["engine"] for row in table}
+    wanted = [way for way in engines if way.name not in done]
+    base = model.engine(engines[0], []) if wanted else None
+    for way in wanted:
+        assert base is not None
+        work = base if way == engines[0] else model.engine(way, base.rows)
         proofs = build_proofs(work.states)
-        points = [p for state in work.states for p in chunk_points(len(state), state.shape[1])]
+        rows = []
         for other in verifiers:
             scores = compare(proofs, model.verifier(other, work.rows))
-            refused = sum(over(scores, points))
-            table.append({"engine": way.name, "verifier": other.name, **summary(scores), "refused": refused})
-        worst = max(row["exponent_mismatches"]["max"] for row in table[-len(verifiers) :])
+            row = {"engine": way.name, "verifier": other.name, **summary(scores)}
+            rows.append({**row, "refused": sum(over(scores))})
+            pool(found, _pair(row), scores)
+        table += rows
+        found["chances"] = {pair: chances(pooled) for pair, pooled in found["histograms"].items()}
+        save()
+        worst = max(row["exponent_mismatches"]["max"] for row in rows)
         say(f"{model.name}: engine {way.name}: at most {worst} mismatches")
-    return table
 
 
-def dishonest(model: Model, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def dishonest(
+    model: Model, found: dict[str, Any], say: Callable[[str], None], save: Callable[[], None]
+) -> None:
     """Proofs of other weights for the same tokens, against float32 and bfloat16 verifiers."""
+    table = found.setdefault("dishonest", [])
+    done = {row["cheat"] for row in table}
+    wanted = [name for name in (*DISHONEST, PROMPT_CHANGED) if name not in done]
+    if not wanted:
+        return
     base = model.engine(ENGINES[0], [])
+    completions = [row[1] for row in base.rows]
     verifiers = {dtype: model.verifier(Way(dtype), base.rows) for dtype in ("float32", "bfloat16")}
-    cheats: dict[str, list[Tensor]] = {}
-    for name, change in DISHONEST.items():
-        policy = load(model.folder, "float32")
-        policy.rows = base.rows  # type: ignore[attr-defined]
-        change(policy)
-        cheats[name] = prefill(policy, [row[0] for row in base.rows], [row[1] for row in base.rows])
-    edited = [[*prompt[:-1], (prompt[-1] + 1) % 40] for prompt, _ in base.rows]
-    cheats["one prompt token changed"] = prefill(
-        model.policy(ENGINES[0]), edited, [row[1] for row in base.rows]
-    )
-    table = []
-    for name, states in cheats.items():
+    for name in wanted:
+        prompts = [row[0] for row in base.rows]
+        if name == PROMPT_CHANGED:
+            policy = model.policy(ENGINES[0])
+            prompts = [[*prompt[:-1], (prompt[-1] + 1) % 40] for prompt in prompts]
+        else:
+            policy = load(model.folder, "float32")
+            policy.rows = base.rows  # type: ignore[attr-defined]
+            DISHONEST[name](policy)
+        states = prefill(policy, prompts, completions)
         proofs = build_proofs(states)
-        points = [p for state in states for p in chunk_points(len(state), state.shape[1])]
         for dtype, own in verifiers.items():
             scores = compare(proofs, own)
-            share = sum(over(scores, points)) / len(scores)
-            table.append(
-                {
-                    "cheat": name,
-                    "verifier": dtype,
-                    **summary(scores),
-                    "found": round(share, 4),
-                    "found_in_8_proofs": round(1 - (1 - share) ** SUBMISSION_PROOFS, 4),
-                }
-            )
+            share = sum(over(scores)) / len(scores)
+            row = {"cheat": name, "verifier": dtype, **summary(scores), "found": round(share, 4)}
+            table.append({**row, "found_in_8_proofs": round(submissions(scores), 4)})
+        save()
         say(f"{model.name}: {name}: {share:.2f} of single proofs refused")
-    return table
 
 
 # --- output
@@ -298,14 +313,14 @@ def print_tables(result: dict[str, Any]) -> None:
             rows = [row for row in model.get("honest", []) if _pair(row) == pair]
             if not rows:
                 continue
-            counts, means, medians = ([row[key] for row in rows] for key in STATISTICS)
+            most = [max(row[name]["max"] for row in rows) for name in STATISTICS]
+            told = model["chances"][pair]
             cells = [
-                f"{max(item['max'] for item in part):g} ({max(item['chance'] for item in part):.0e})"
-                for part in (counts, means)
+                f"{value:g} ({_told(told[name])})" if name in told else f"{value:g}"
+                for name, value in zip(STATISTICS, most, strict=True)
             ]
-            median = max(item["max"] for item in medians)
             total = sum(row["proofs"] for row in rows)
-            print(f"| {name} | {pair} | {total} | {' | '.join(cells)} | {median:g} |")
+            print(f"| {name} | {pair} | {total} | {' | '.join(cells)} |")
     print()
     print("| model | cheat | exponents mean | mean | median | proofs found | of 8 proofs |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -317,6 +332,12 @@ def print_tables(result: dict[str, Any]) -> None:
                     f"| {name} | {row['cheat']} | {' | '.join(cells)} | "
                     f"{row['found']:.0%} | {row['found_in_8_proofs']:.0%} |"
                 )
+
+
+def _told(chance: dict[str, float | None]) -> str:
+    """The larger estimate."""
+    known = [value for key, value in chance.items() if key != "limit" and value is not None]
+    return f"{max(known):.0e}" if known else "-"
 
 
 def _pair(row: dict[str, Any]) -> str:
@@ -340,20 +361,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    models: dict[str, Any] = {}
-    if options.save is not None and options.save.exists():
-        models = json.loads(options.save.read_text())["models"]
-    with tempfile.TemporaryDirectory(prefix="barnraise-calibrate-") as scratch:
-        for name in options.models:
-            began = time.monotonic()
-            model = Model(name, Path(scratch), options.rows, options.tokens)
-            found = models.setdefault(name, {})
-            if "honest" in options.parts:
-                found["honest"] = honest(model, say)
-            if "dishonest" in options.parts:
-                found["dishonest"] = dishonest(model, say)
-            found.update(tokens=model.tokens, seconds=round(time.monotonic() - began, 1))
-    result = {
+    result: dict[str, Any] = {
         "conditions": {
             "torch": torch.__version__,
             "processor": platform.processor() or platform.machine(),
@@ -362,10 +370,29 @@ def main() -> None:
         "thresholds": {
             key: value for key, value in _thresholds().items() if key.startswith(("max_", "toploc_"))
         },
-        "models": models,
+        "models": {},
     }
-    if options.save is not None:
-        options.save.write_text(json.dumps(result, indent=1) + "\n")
+    if options.save is not None and options.save.exists():
+        result["models"] = json.loads(options.save.read_text())["models"]
+
+    def save() -> None:
+        if options.save is not None:
+            temporary = options.save.with_suffix(".new")
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+            temporary.replace(options.save)
+
+    with tempfile.TemporaryDirectory(prefix="barnraise-calibrate-") as scratch:
+        for name in options.models:
+            began = time.monotonic()
+            model = Model(name, Path(scratch), options.rows, options.tokens)
+            found = result["models"].setdefault(name, {"seconds": 0.0})
+            found.update(tokens=model.tokens, rows=len(model.prompts))
+            if "honest" in options.parts:
+                honest(model, found, say, save)
+            if "dishonest" in options.parts:
+                dishonest(model, found, say, save)
+            found["seconds"] = round(found["seconds"] + time.monotonic() - began, 1)
+            save()
     if options.json:
         print(json.dumps(result))
     else:

@@ -54,15 +54,17 @@ class ChunkScore:
     """How far one chunk's proof is from the verifier's own states.
 
     Attributes:
-        exponent_mismatches: of the k largest values, how many differ in the 8-bit exponent.
+        exponent_mismatches: of the compared values, how many differ in the 8-bit exponent.
         mantissa_mean: mean |difference| of the 7-bit mantissas where exponents agree; 128
             where none do.
         mantissa_median: the median of the same (the lower one of two).
+        values: how many values were compared.
     """
 
     exponent_mismatches: int
     mantissa_mean: float
     mantissa_median: float
+    values: int
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,18 @@ def build_proofs(states: Sequence[Tensor], top_k: int = 128, chunk: int = 32) ->
 
 
 def score(
-    proofs: Sequence[bytes], states: Sequence[Tensor], top_k: int = 128, chunk: int = 32
+    proofs: Sequence[bytes], states: Sequence[Tensor], top_k: int = 128, chunk: int = 32, *, among: int = 1
 ) -> list[list[ChunkScore]]:
     """Compare proofs with the verifier's own states; one list of chunk scores per sequence.
 
     Arguments as ``build_proofs``; every element of ``proofs`` must have passed
     ``check_format`` for its sequence.
+
+    Args:
+        among: compare at most one in so many of a chunk's values, the largest ones, at least one. Where
+            a proof holds most of its chunk's values (a token or two of a narrow model), the small ones
+            are sums that cancelled, and what rounding does to them has no bound. 1, as the package
+            does, compares all.
     """
     words = [np.frombuffer(proof, dtype=">u2").astype(np.int64) for proof in proofs]
     scores: list[dict[int, ChunkScore]] = [{} for _ in states]
@@ -151,6 +159,12 @@ def score(
             first = part.start // chunk * stride
             rows.append(words[part.sequence][first : first + 1 + part.points])
         sent = torch.from_numpy(np.stack(rows))
+        one = chunks[0]
+        count = max(1, min(one.points, (one.stop - one.start) * states[one.sequence].shape[1] // among))
+        if count < one.points:
+            # Unique keys again: the largest magnitudes, of equal ones the lower index.
+            best = (((bits & 0x7FFF) << 32) - index).topk(count, dim=1, sorted=False).indices
+            index, bits = index.gather(1, best), bits.gather(1, best)
         claimed = _evaluate(sent[:, 1:], index % sent[:, :1])
         for part, value in zip(chunks, _compare(claimed, bits), strict=True):
             scores[part.sequence][part.start] = value
@@ -223,7 +237,7 @@ def _compare(claimed: Tensor, own: Tensor) -> list[ChunkScore]:
     median = ordered.gather(1, (count - 1).clamp(min=0).div(2, rounding_mode="floor").unsqueeze(1))
     points = own.shape[1]
     return [
-        ChunkScore(points - n, sum_ / n if n else _NO_MATCH, float(middle) if n else _NO_MATCH)
+        ChunkScore(points - n, sum_ / n if n else _NO_MATCH, float(middle) if n else _NO_MATCH, points)
         for n, sum_, middle in zip(count.tolist(), total.tolist(), median.squeeze(1).tolist(), strict=True)
     ]
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from barnraise.coordinator import toploc_checks
 from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
 from barnraise.kernels.models import Policy, _wrap
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.shared_prefill import new_cache
-from barnraise.kernels.toploc import ChunkScore, build_proofs, chunk_points, proof_length, score
+from barnraise.kernels.toploc import ChunkScore, build_proofs, proof_length, score
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.wire import decode, encode
 
@@ -53,25 +54,87 @@ def test_proofs_are_measured_before_they_are_computed_with() -> None:
 @pytest.mark.parametrize(
     ("check", "score"),
     [
-        ("toploc-exponents", ChunkScore(11, 0.0, 0.0)),
-        ("toploc-mantissa-mean", ChunkScore(10, 4.1, 3.0)),
-        ("toploc-mantissa-median", ChunkScore(10, 4.0, 4.0)),
-        ("toploc-mantissa-mean", ChunkScore(0, math.nan, 0.0)),
+        ("toploc-exponents", ChunkScore(25, 0.0, 0.0, 128)),
+        ("toploc-mantissa-mean", ChunkScore(10, 4.2, 3.0, 128)),
+        ("toploc-mantissa-median", ChunkScore(10, 3.0, 4.0, 128)),
+        ("toploc-mantissa-mean", ChunkScore(0, math.nan, 0.0, 128)),
     ],
 )
 def test_toploc_scores_over_a_threshold_are_named_with_their_chunk(check: str, score: ChunkScore) -> None:
-    fine = ChunkScore(10, 4.0, 3.0)
-    toploc_checks.check_toploc([fine, fine], [128, 128], 5, VERIFY)
-    verdict = _failure(check, toploc_checks.check_toploc, [fine, score], [128, 128], 5, VERIFY)
+    fine = ChunkScore(24, 4.1, 3.0, 128)
+    toploc_checks.check_toploc([fine, fine], 5, 64, VERIFY)
+    verdict = _failure(check, toploc_checks.check_toploc, [fine, score], 5, 64, VERIFY)
     assert verdict.position == "rollout 5 chunk 1"
 
 
-def test_a_short_chunk_is_allowed_proportionally_fewer_mismatches() -> None:
-    toploc_checks.check_toploc([ChunkScore(2, 0.0, 0.0)], [16], 0, VERIFY)
-    verdict = _failure(
-        "toploc-exponents", toploc_checks.check_toploc, [ChunkScore(3, 0.0, 0.0)], [16], 0, VERIFY
-    )
-    assert verdict.threshold == 2
+def test_the_more_proofs_a_submission_has_the_further_may_one_of_them_be_off() -> None:
+    limits = [toploc_checks.mismatch_limit(128, VERIFY, VERIFY.false_alarm / n) for n in (1, 64, 10_000)]
+    assert limits == sorted(limits)
+    assert limits[-1] < 38  # the paper's, of single proofs
+
+
+def test_what_no_single_proof_shows_all_of_them_do() -> None:
+    coarse = [[ChunkScore(7, 1.0, 1.0, 128)] for _ in range(64)]
+    distorted = [[ChunkScore(0, 2.0, 2.0, 128)] for _ in range(64)]
+    honest = [[ChunkScore(4, 1.5, 1.0, 128)] for _ in range(64)]
+    for number, row in enumerate([*coarse, *distorted, *honest]):
+        toploc_checks.check_toploc(row, number, 64, VERIFY)
+    toploc_checks.check_toploc_sums(honest, VERIFY)
+    for few in (coarse, distorted):
+        toploc_checks.check_toploc_sums(few[:1], VERIFY)
+    verdict = _failure("toploc-exponents-all", toploc_checks.check_toploc_sums, coarse, VERIFY)
+    assert (verdict.value, verdict.position) == (448.0, "all 64 chunks")
+    _failure("toploc-mantissa-all", toploc_checks.check_toploc_sums, distorted, VERIFY)
+
+
+def test_of_few_values_relatively_more_may_differ() -> None:
+    shares = [toploc_checks.mismatch_limit(n, VERIFY, 1e-9) / n for n in (8, 32, 128, 8192)]
+    means = [toploc_checks.mantissa_limit(n, VERIFY, 1e-9) for n in (8, 32, 128, 8192)]
+    assert shares == sorted(shares, reverse=True)
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < 1.2 * VERIFY.max_mantissa_mean
+    exact = structs.replace(VERIFY, max_exponent_mismatches=0, max_mantissa_mean=0.0)
+    assert toploc_checks.mismatch_limit(128, exact, 1e-9) == 0
+    assert toploc_checks.mantissa_limit(128, exact, 1e-9) == 0
+
+
+@pytest.mark.parametrize("values", [8, 128, 8192])
+def test_honest_mismatches_exceed_their_limit_less_often_than_was_promised(values: int) -> None:
+    """Against the exact tail of a Poisson variable, which is wider than that of any sum of indicators."""
+    mean = VERIFY.max_exponent_mismatches * values / VERIFY.toploc_top_k
+    for false_alarm in (1e-3, 1e-7, 1e-11):
+        limit = int(toploc_checks.mismatch_limit(values, VERIFY, false_alarm))
+        kind = torch.float64
+        beyond = torch.special.gammainc(torch.tensor(limit + 1.0, dtype=kind), torch.tensor(mean, dtype=kind))
+        assert 0 < float(beyond) <= false_alarm
+
+
+@pytest.mark.parametrize("values", [8, 128, 8192])
+def test_honest_mantissas_exceed_their_limit_less_often_than_was_promised(values: int) -> None:
+    """Against the exact tail of a mean of exponential variables, a quarter as many as there are values."""
+    shape = values / toploc_checks.TOGETHER
+    for false_alarm in (1e-3, 1e-7, 1e-11):
+        limit = toploc_checks.mantissa_limit(values, VERIFY, false_alarm)
+        at = torch.tensor(limit / VERIFY.max_mantissa_mean * shape, dtype=torch.float64)
+        beyond = torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), at)
+        assert 0 < float(beyond) <= false_alarm
+
+
+def test_of_a_short_chunk_the_values_that_rounding_ruins_are_not_compared() -> None:
+    """One token of a narrow model: all 128 values are in the proof, and small ones are differences."""
+    generator = torch.Generator().manual_seed(5)
+    own = [torch.randn(1, 128, generator=generator) for _ in range(200)]
+    engine = [state + 0.004 * torch.randn(1, 128, generator=generator) for state in own]
+    proofs = build_proofs(engine)
+    scores = score(proofs, own, among=toploc_checks.AMONG)
+    for number, row in enumerate(scores):
+        assert row[0].values == 32
+        toploc_checks.check_toploc(row, number, len(own), VERIFY)
+    toploc_checks.check_toploc_sums(scores, VERIFY)
+    # Another token's state is told from this one by the largest quarter alone.
+    for number, row in enumerate(score(proofs, own[1:] + own[:1], among=toploc_checks.AMONG)):
+        with pytest.raises(CheckFailure):
+            toploc_checks.check_toploc(row, number, len(own), VERIFY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,8 +153,9 @@ def test_an_engine_that_prefills_in_pieces_passes(dtype: torch.dtype, piece: int
             arguments = {engine.cache_argument: cache, "use_cache": True, "position_ids": positions}
             parts.append(engine.hidden(ids, **arguments)[0])
     proofs = build_proofs([torch.cat(parts)[len(prompt) - 1 :]])
-    (scores,) = score(proofs, prefill(verifier, [prompt], [completion]))
-    toploc_checks.check_toploc(scores, chunk_points(len(completion), 96), 0, VERIFY)
+    (scores,) = score(proofs, prefill(verifier, [prompt], [completion]), among=toploc_checks.AMONG)
+    toploc_checks.check_toploc(scores, 0, len(scores), VERIFY)
+    toploc_checks.check_toploc_sums([scores], VERIFY)
 
 
 def _policy(dtype: torch.dtype) -> Policy:

@@ -69,4 +69,15 @@ def perform(stage: Stage, attack: Attack, tries: int) -> dict[str, Any]:
     }
 
 
-__all__ = ["ATTACKS", "Stages", "perform"]
+def expect(stage: Stage, attack: Attack) -> None:
+    """One try: honest work passes, a cheat is caught as often as it must be, and by its check."""
+    row = perform(stage, attack, tries=1)
+    if attack.honest:
+        assert row["caught"] == 0, row
+        return
+    assert row["caught"] >= attack.least * row["of"], row
+    for check in row["checks"]:
+        assert check.startswith(attack.caught_by), f"{attack.name} is found by {check} instead"
+
+
+__all__ = ["ATTACKS", "Stages", "expect", "perform"]

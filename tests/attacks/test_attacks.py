@@ -1,4 +1,4 @@
-"""Every attack of the registry, performed on the demo model: what it must fail by, or why it may pass."""
+"""Attacks under the thresholds of a run on the demo model: what each must fail by, or why it may pass."""
 
 from __future__ import annotations
 
@@ -14,38 +14,9 @@ from attacks.stage import Stage
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> suite.Stages:
-    return suite.Stages(tmp_path_factory.mktemp("stages"))
-
-
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", [name for name, each in ATTACKS.items() if each.precision == "float32"])
 def test_an_attack_is_caught_by_the_check_that_is_meant_for_it(stages: suite.Stages, name: str) -> None:
-    attack = ATTACKS[name]
-    row = suite.perform(stages[attack.precision], attack, tries=1)
-    if attack.honest:
-        assert row["caught"] == 0, row
-        return
-    assert row["caught"] >= attack.least * row["of"], row
-    for check in row["checks"]:
-        assert check.startswith(attack.caught_by), f"{name} is found by {check} instead"
-
-
-FINE = [name for name, attack in ATTACKS.items() if attack.least < 1 and attack.precision == "float32"]
-
-
-@pytest.mark.parametrize("name", FINE)
-def test_a_fine_attack_is_caught_where_engines_are_exact(stages: suite.Stages, name: str) -> None:
-    attack = ATTACKS[name]
-    row = suite.perform(stages["exact"], attack, tries=1)
-    assert row["caught"] >= attack.least_exact * row["of"], row
-
-
-def test_honest_work_passes_where_engines_are_exact(stages: suite.Stages) -> None:
-    stage = stages["exact"]
-    me = stage.join("honest")
-    for _ in range(5):
-        assert stage.submit(me, stage.honest(me)[1]).accepted
+    suite.expect(stages["float32"], ATTACKS[name])
 
 
 def test_what_cannot_be_detected_says_why() -> None:
