@@ -1,0 +1,196 @@
+"""Every known way of not training a block is refused by the check that is meant for it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from block_stage_support import LIES, Unit, lease_for, lie_unit, make_pretrain_run, setup_of, train_unit
+
+from barnraise.coordinator.block_files import state_name, unit_files
+from barnraise.coordinator.block_judge import BlockJudge, step_parameters
+from barnraise.coordinator.block_reading import BlockReader
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
+from barnraise.coordinator.workers import WorkerSetup
+from barnraise.coordinator.workshop import Workshop
+from barnraise.kernels.deltas import decode_delta, encode_delta
+from barnraise.kernels.models import ModelError
+from barnraise.protocol.errors import BarnraiseError, RunFolderError
+from barnraise.protocol.pretrain import BlockTolerance
+
+TIGHT = BlockTolerance(update=0.05, first=0.05, second=0.05, worst_tensor=0.2, loss_increase=0.1)
+
+
+@cache
+def run_folder(delta: str = "float32", init: str = "grown") -> Path:
+    """A run whose version 0 is made."""
+    folder = make_pretrain_run(Path(mkdtemp()), delta=delta, tolerance=TIGHT, init=init)
+    Workshop(setup_of(folder)).initial()
+    return folder
+
+
+def job_for(setup: WorkerSetup, unit: Unit, folder: Path, segment: int, block: int = 1) -> BlockVerifyJob:
+    lease = lease_for(setup, block=block)
+    home = Path(setup.folder) / folder
+    last = len(unit.states) - 2
+    return BlockVerifyJob(
+        submission_id=bytes(32),
+        lease=lease,
+        submission=unit.submission(lease, home),
+        segment=segment,
+        start=str(folder / state_name(segment - 1)) if segment else None,
+        end=str(folder / state_name(segment)),
+        final=None if segment == last else str(folder / state_name(last)),
+        delta=str(folder / "delta.safetensors"),
+    )
+
+
+def judged(unit: Unit, segment: int, setup: WorkerSetup, block: int = 1) -> BlockResult:
+    folder = Path("units") / "00"
+    try:
+        return BlockJudge(setup).judge(job_for(setup, unit, folder, segment, block))
+    finally:
+        shutil.rmtree(Path(setup.folder) / folder)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("segment", [0, 1, 2])
+def test_honest_work_is_accepted_whichever_segment_is_drawn(block: int, segment: int) -> None:
+    setup = setup_of(run_folder())
+    result = judged(train_unit(setup, lease_for(setup, block=block)), segment, setup, block)
+    assert result.verdict.accepted, result.verdict
+    assert result.verdict.check == "all"
+    assert result.verdict.position.startswith(f"segment {segment} ")
+    assert result.verdict.value <= result.verdict.threshold
+    assert result.tokens == 6 * 4 * 16
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_honest_work_is_accepted_in_every_format(kind: str) -> None:
+    setup = setup_of(run_folder(kind))
+    assert judged(train_unit(setup, lease_for(setup)), 1, setup).verdict.accepted
+
+
+CAUGHT: dict[str, tuple[str, ...]] = {  # lie -> the check for each segment drawn; "" where it is true
+    "nothing done": ("block-replay",) * 3,
+    "fewer steps": ("", "block-replay", "block-replay"),
+    "random weights": ("block-bound",) * 3,
+    "other data": ("block-replay",) * 3,
+    "half the rate": ("block-replay",) * 3,
+    "twice the rate": ("block-bound",) * 3,
+    "neighbour's block": ("block-bound",) * 3,
+    "label noise": ("block-replay",) * 3,
+    "scaled difference": ("block-delta",) * 3,
+    "backdoor on the difference": ("block-delta",) * 3,
+    "backdoor in the states": ("block-bound",) * 3,
+    "forged moments": ("block-replay",) * 3,
+    "not a number": ("block-format",) * 3,
+}
+
+
+@pytest.mark.parametrize("lie", CAUGHT)
+def test_a_lie_is_caught_by_the_check_that_is_meant_for_it(lie: str) -> None:
+    setup = setup_of(run_folder())
+    unit = lie_unit(setup, lease_for(setup), lie)
+    found = [judged(unit, segment, setup).verdict for segment in range(3)]
+    assert tuple("" if verdict.accepted else verdict.check for verdict in found) == CAUGHT[lie]
+    for verdict in found:
+        assert verdict.accepted or (verdict.position and verdict.message and verdict.value > 0)
+
+
+def test_no_lie_goes_untested() -> None:
+    assert LIES.keys() == CAUGHT.keys()
+
+
+def test_a_coarse_scale_hides_nothing() -> None:
+    """Eight bits forgive half a step of rounding; a step may not be made large to be forgiven more."""
+    setup = setup_of(run_folder("int8"))
+    honest = train_unit(setup, lease_for(setup))
+    like = honest.states[0].weights
+    moved = decode_delta(honest.delta, "int8", like)
+    planted = {name: value + 0.5 for name, value in moved.items()}
+    data, _ = encode_delta(planted, "int8")
+    assert judged(Unit(honest.states, data, honest.losses), 0, setup).verdict.check == "block-delta"
+    from safetensors.torch import load, save
+
+    tensors = load(honest.delta)
+    name = "0.mlp.up_proj.weight"
+    tensors["s." + name] = torch.full_like(tensors["s." + name], 0.5)
+    tensors["q." + name] = torch.ones_like(tensors["q." + name])
+    coarse = save(tensors)
+    with pytest.raises(ModelError, match="coarser"):
+        decode_delta(coarse, "int8", like)
+    assert judged(Unit(honest.states, coarse, honest.losses), 0, setup).verdict.check == "block-format"
+
+
+def test_work_that_makes_text_less_likely_is_refused_by_its_loss() -> None:
+    setup = setup_of(run_folder())
+    blind = BlockTolerance(update=1e6, first=1e6, second=1e6, worst_tensor=1e6, loss_increase=0.0)
+    pretrain = msgspec.structs.replace(setup.spec.pretrain, tolerance=blind)
+    blinded = msgspec.structs.replace(setup, spec=msgspec.structs.replace(setup.spec, pretrain=pretrain))
+    unit = train_unit(setup, lease_for(setup))
+    start = unit.states[0].weights
+    worse = [unit.states[0]]
+    for state in unit.states[1:]:  # the way back: as far as AdamW goes, uphill
+        back = {name: 2 * start[name] - value for name, value in state.weights.items()}
+        worse.append(type(state)(back, state.first, state.second, state.step))
+    from block_stage_support import encoded
+
+    result = judged(Unit(worse, encoded(worse, pretrain), unit.losses), 0, blinded)
+    assert result.verdict.check == "block-loss"
+    assert result.verdict.value > result.verdict.threshold
+
+
+def test_files_cut_short_are_no_crash() -> None:
+    setup = setup_of(run_folder())
+    unit = train_unit(setup, lease_for(setup))
+    for name in ("delta.safetensors", state_name(0), state_name(2)):
+        folder = Path("units") / "01"
+        job = job_for(setup, unit, folder, 0)
+        path = Path(setup.folder) / folder / name
+        path.write_bytes(path.read_bytes()[:-4])
+        assert BlockJudge(setup).judge(job).verdict.check == "block-format"
+        path.unlink()
+        with pytest.raises(RunFolderError):
+            BlockJudge(setup).judge(job)
+        shutil.rmtree(Path(setup.folder) / folder)
+
+
+def test_a_judge_that_nobody_waits_for_stops() -> None:
+    setup = setup_of(run_folder())
+    unit = train_unit(setup, lease_for(setup))
+    job = job_for(setup, unit, Path("units") / "02", 0)
+    with pytest.raises(BarnraiseError, match="not waited for"):
+        BlockJudge(setup).judge(job, lambda: True)
+    shutil.rmtree(Path(setup.folder) / "units" / "02")
+
+
+def test_credit_counts_frozen_layers_by_their_work() -> None:
+    setup = setup_of(run_folder())
+    reader = BlockReader(setup)
+    frame = reader.scaffold(0)
+
+    def size(tensors: Any) -> int:
+        return sum(value.numel() for value in tensors.values())
+
+    head = 300 * 16
+    lower = step_parameters(reader, frame, 0)
+    assert lower == size(reader.block(0, 0)) + 4 * (size(frame.slices[1]) + head) // 6
+    upper = step_parameters(reader, frame, 1)
+    assert upper == size(reader.block(0, 1)) + (4 * head + 2 * size(frame.slices[0])) // 6
+
+
+def test_the_files_that_judging_needs_are_the_segments_ends_the_last_state_and_the_difference() -> None:
+    setup = setup_of(run_folder())
+    unit = train_unit(setup, lease_for(setup))
+    work = unit.submission(lease_for(setup), Path(setup.folder) / "units" / "03")
+    assert list(unit_files(work, 0)) == ["delta.safetensors", state_name(2), state_name(0)]
+    assert list(unit_files(work, 1)) == ["delta.safetensors", state_name(2), state_name(1), state_name(0)]
+    assert list(unit_files(work, 2)) == ["delta.safetensors", state_name(2), state_name(1)]
+    shutil.rmtree(Path(setup.folder) / "units" / "03")
