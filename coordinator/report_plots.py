@@ -9,6 +9,7 @@ from typing import Any
 from barnraise.coordinator.report_data import Report
 
 COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#be123c", "#4d7c0f")
+REFUSED = "#d1d5db"
 MEASURES = (
     ("cosine", "cosine"),
     ("norm_ratio", "norm ratio"),
@@ -128,6 +129,8 @@ def _compute(figure: Any, report: Report) -> None:
 
 
 def _wall_clock(figure: Any, report: Report) -> None:
+    from matplotlib.patches import Patch
+
     units = [unit for unit in report.units if unit.returned_s is not None]
     names = sorted({unit.name or unit.node[-8:] for unit in units})
     first = min(unit.leased_ms for unit in units)
@@ -138,13 +141,14 @@ def _wall_clock(figure: Any, report: Report) -> None:
             unit.returned_s,
             left=(unit.leased_ms - first) / 1000,
             height=0.7,
-            color="#d1d5db" if unit.accepted is False else COLOURS[unit.block % len(COLOURS)],
+            color=REFUSED if unit.accepted is False else COLOURS[unit.block % len(COLOURS)],
             edgecolor="white",
         )
     axes.set_yticks(range(len(names)), [name[:24] for name in names])
-    for block in range(report.blocks):
-        axes.barh([], [], color=COLOURS[block % len(COLOURS)], label=f"block {block}")
-    axes.legend(loc="best", frameon=False, fontsize=8)
+    colours = [Patch(color=COLOURS[n % len(COLOURS)], label=f"block {n}") for n in range(report.blocks)]
+    if any(unit.accepted is False for unit in units):
+        colours.append(Patch(color=REFUSED, label="refused"))
+    figure.legend(handles=colours, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
 def _rewards(figure: Any, report: Report) -> None:

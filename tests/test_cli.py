@@ -288,3 +288,48 @@ def test_sizes_for_people(count, text):
 @pytest.mark.parametrize(("seconds", "text"), [(47, "47s"), (185, "3m 05s"), (7800, "2h 10m")])
 def test_durations_for_people(seconds, text):
     assert duration(seconds) == text
+
+
+MEASURED = [
+    {"stage": "scaffold", "loss": 1.5, "perplexity": 4.482},
+    {"stage": "round", "version": 1, "block_losses": [1.49, 1.48]},
+    {"stage": "adaptation", "cold_perplexity": 4.4, "adapted_perplexity": 4.2},
+]
+PRETRAINING = {
+    "stage": "blocks round 2 of 2",
+    "pretrain": {
+        "share": 0.0,
+        "blocks": [{"accepted": 1, "contributors": 2}, {"accepted": 0, "contributors": 2}],
+        "measured": MEASURED,
+    },
+}
+
+
+def test_the_panel_shows_the_stages_of_pretraining():
+    console = Console(width=80, height=30, force_terminal=False, no_color=True)
+    node = {**NODE, "state": "training", "unit": {"kind": "block", "block": 1, "step": 24, "steps": 60}}
+    with console.capture() as captured:
+        console.print(demo_view.panel({**COORDINATOR, **PRETRAINING}, {"node-1": node}, 65, 360, []))
+    shown = captured.get()
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in ("block 1, 24/60", "round 2 of 2: 1+0 of 2+2 units", "4.400 cold, 4.200 adapted"):
+        assert words in shown
+    assert "blocks round 2 of 2" in demo_view.plain_line({**COORDINATOR, **PRETRAINING}, {"node-1": node}, 65)
+
+
+def test_the_demos_json_has_each_stage_of_pretraining(tmp_path: Path):
+    result = report(tmp_path, {**COORDINATOR, **PRETRAINING}, "demo", 1, 2, 99.9, 20.0, {})
+    assert result["phase"] == "pretrain"
+    assert result["pretrain"] == {
+        "scaffold_perplexity": 4.482,
+        "block_losses": [[1.49, 1.48]],
+        "cold_perplexity": 4.4,
+        "adapted_perplexity": 4.2,
+    }
+    assert any("4.400 cold" in line for line in summary_lines(result, None))
+
+
+def test_only_the_demos_own_model_is_pretrained(capsys):
+    assert call("demo", "--phase", "both", "--model", "smollm2") == 2
+    assert call("demo", "--phase", "odd") == 2
+    assert "none of posttrain, pretrain, both" in capsys.readouterr().err

@@ -30,8 +30,10 @@ EXAMPLES = examples(
     "demo",
     "demo --seed 1 --nodes 2 --keep ./demo-run",
     "demo --model smollm2 --json",
+    "demo --phase both          (first pretrains the model from nothing, block by block)",
     "status ./demo-run/run      (in another terminal, while it runs)",
 )
+PHASES = ("posttrain", "pretrain", "both")
 REFRESH_S = 0.5
 MEASURE_EVERY_S = 2.0
 PLAIN_EVERY_S = 5.0
@@ -48,13 +50,19 @@ def demo(
         "--minutes",
         metavar="MINUTES",
         min=0.0,
-        help="Train for at most this long, once the coordinator is up (0: 6, or 30 for smollm2).",
+        help="Train for at most this long, once all is up (0: 6; 12 to pretrain; 30 for smollm2).",
     ),
     model: str = typer.Option(
         "demo",
         "--model",
         metavar="NAME",
         help="'demo' (0.8 M parameters, learns in minutes) or 'smollm2' (135 M).",
+    ),
+    phase: str = typer.Option(
+        "posttrain",
+        "--phase",
+        metavar="PHASE",
+        help="'posttrain': improve a model by rewards; 'pretrain': make one from text in two blocks; 'both'.",
     ),
     versions: int = typer.Option(
         0, "--versions", metavar="N", min=0, help="Policy versions to publish (0: the preset's)."
@@ -68,9 +76,13 @@ def demo(
     """Raise a model on this machine: one coordinator, three volunteers, a few minutes."""
     if model not in ("demo", "smollm2"):
         raise typer.BadParameter(f"'{model}' is neither 'demo' nor 'smollm2'", param_hint="--model")
+    if phase not in PHASES:
+        raise typer.BadParameter(f"'{phase}' is none of {', '.join(PHASES)}", param_hint="--phase")
+    if phase != "posttrain" and model != "demo":
+        raise typer.BadParameter("only the model 'demo' is pretrained here", param_hint="--phase")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"{keep} exists and is not an empty folder", param_hint="--keep")
-    minutes = minutes or (6.0 if model == "demo" else 30.0)
+    minutes = minutes or (30.0 if model != "demo" else 6.0 if phase == "posttrain" else 12.0)
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)
@@ -84,6 +96,7 @@ def demo(
                 keep,
                 Path(scratch),
                 model,
+                phase,
                 seed,
                 nodes,
                 minutes,
@@ -99,6 +112,7 @@ def _demo(
     keep: Path | None,
     scratch: Path,
     model: str,
+    phase: str,
     seed: int,
     count: int,
     minutes: float,
@@ -111,8 +125,12 @@ def _demo(
     folder = keep or scratch
     run = folder / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    say("making the run: a model and its task")
-    _make_run(run, model, seed, versions, environment, say)
+    say(
+        "making the run: a model and its task"
+        if phase == "posttrain"
+        else "making the run: a text and a plan"
+    )
+    _make_run(run, model, phase, seed, versions, environment, say)
     making = time.monotonic() - started
     say(f"starting one coordinator and {count} node{'s' if count > 1 else ''}, each a process of its own")
     with Supervisor(environment) as supervisor:
@@ -154,10 +172,18 @@ def _demo(
 
 
 def _make_run(
-    run: Path, model: str, seed: int, versions: int, environment: dict[str, str], say: Callable[[str], None]
+    run: Path,
+    model: str,
+    phase: str,
+    seed: int,
+    versions: int,
+    environment: dict[str, str],
+    say: Callable[[str], None],
 ) -> None:
     """``barnraise run init`` in a process of its own: torch's memory goes when it ends."""
     command = barnraise("run", "init", str(run), "--model", model, "--seed", str(seed))
+    if phase != "posttrain":
+        command += ["--phase", "pretrain", "--then-posttrain" if phase == "both" else "--no-posttrain"]
     if versions:
         command += ["--versions", str(versions)]
     process = subprocess.Popen(

@@ -9,7 +9,7 @@ from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui import ledger
 from barnraise.tui.chart import draw_rewards
 from barnraise.tui.console import duration, size
-from barnraise.tui.demo_view import State
+from barnraise.tui.demo_view import State, measured_words
 
 
 def report(
@@ -40,8 +40,12 @@ def report(
         ledger_ok, problems = False, [str(error)]
     charts = draw_rewards(rewards, accuracy, f"barnraise demo: {model}, seed {seed}, {nodes} nodes", run)
     names = {row.get("peer_id"): row.get("name") for row in final.get("nodes", [])}
+    measured = (final.get("pretrain") or {}).get("measured", [])
     return {
         "model": model,
+        "phase": "pretrain" if final.get("pretrain") else "posttrain",
+        "pretrain": _pretrained(measured) if final.get("pretrain") else None,
+        "measured": [list(pair) for pair in measured_words(final)],
         "seed": seed,
         "nodes": nodes,
         "reward_before": accuracy[0][1] if accuracy else None,
@@ -63,6 +67,20 @@ def report(
     }
 
 
+def _pretrained(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Held-out figures of each stage that was reached; None for the others."""
+    found: dict[str, Any] = dict.fromkeys(("scaffold_perplexity", "cold_perplexity", "adapted_perplexity"))
+    found["block_losses"] = []
+    for note in measured:
+        if note.get("stage") == "scaffold":
+            found["scaffold_perplexity"] = note.get("perplexity")
+        elif note.get("stage") == "round":
+            found["block_losses"].append(note.get("block_losses"))
+        elif note.get("stage") == "adaptation":
+            found |= {key: note.get(key) for key in ("cold_perplexity", "adapted_perplexity")}
+    return found
+
+
 def summary_lines(result: dict[str, Any], kept: Path | None) -> list[str]:
     """The report for a person; ``kept`` is the folder that stays, if one does."""
 
@@ -73,6 +91,7 @@ def summary_lines(result: dict[str, Any], kept: Path | None) -> list[str]:
     learning = result["training_seconds"]
     lines = [
         "",
+        *(f"{name:15}  {text}" for name, text in result["measured"]),
         f"held-out reward  {share(result['reward_before'])} before, {share(result['reward_after'])} after "
         "(tasks never trained on)",
         f"policy versions  {result['versions']} published"
@@ -100,6 +119,7 @@ def summary_lines(result: dict[str, Any], kept: Path | None) -> list[str]:
         return lines
     lines.append(f"chart            {result['charts'][0]}")
     lines.append(f"kept             {kept}; look closer with")
+    lines.append(f"  barnraise report {kept / 'run'}")
     lines.append(f"  barnraise ledger show {kept / 'run'} --limit 20")
     lines.append(f"  barnraise ledger verify {kept / 'run'} --receipts {kept / 'node-1'}")
     lines.append(f"  barnraise coordinator run {kept / 'run'}      (goes on where it was)")

@@ -42,6 +42,8 @@ def node_doing(state: State | None) -> str:
         return "starting"
     doing, reason = str(state.get("state", "starting")), str(state.get("reason") or "")
     unit = state.get("unit") or {}
+    if doing == "training" and unit.get("steps"):
+        return f"block {unit.get('block')}, {unit.get('step', 0)}/{unit['steps']}"
     if unit.get("of"):
         return f"{doing} {unit.get('completions', 0)}/{unit['of']}"
     if reason.startswith(doing):  # "waiting for work: why" says more than "waiting"
@@ -72,6 +74,9 @@ def panel(
         table.add_row(name, node_doing(node), _version(row), *_counts(row))
     head = f"training for {duration(seconds)} (at most {duration(limit_s)}); Ctrl-C ends everything"
     lines: list[Table | Text] = [Text(head, style="bold"), table]
+    if state.get("pretrain"):
+        lines.append(Text(f"{'stage':11}  {stage_words(state)}", no_wrap=True, overflow="ellipsis"))
+        lines += [Text(f"{name:11}  {text}", no_wrap=True) for name, text in measured_words(state)]
     for label, pairs in (("reward", state.get("rewards", [])), ("held-out", state.get("accuracy", []))):
         course = sparkline([value for _, value in pairs]) or "not measured yet"
         lines.append(Text(f"{label:11}  {course} {latest(pairs) if pairs else ''}", no_wrap=True))
@@ -79,6 +84,32 @@ def panel(
         notes = [*notes, f"coordinator: {state['reason']}"]
     lines.extend(Text(note, style="yellow") for note in notes[-3:])
     return Group(*lines)
+
+
+def stage_words(state: State) -> str:
+    """Where a pretraining run is: ``scaffold 40 %``, ``blocks round 2 of 2: 1+0 of 2+2 units``."""
+    stage, pretrain = str(state.get("stage", "")), state.get("pretrain") or {}
+    if stage.startswith("blocks"):
+        blocks = pretrain.get("blocks", [])
+        done = "+".join(str(block["accepted"]) for block in blocks)
+        return f"{stage}: {done} of {'+'.join(str(block['contributors']) for block in blocks)} units accepted"
+    share = pretrain.get("share") or 0.0
+    return f"{stage} {share:.0%}" if stage in ("scaffold", "recombining") and share else stage
+
+
+def measured_words(state: State) -> list[tuple[str, str]]:
+    """What the learner has measured on held-out text so far, as (name, text)."""
+    lines: dict[str, str] = {}
+    for note in (state.get("pretrain") or {}).get("measured", []):
+        if note.get("stage") == "scaffold" and "perplexity" in note:
+            lines["scaffold"] = f"perplexity {note['perplexity']:.3f}"
+        elif note.get("stage") == "round":
+            losses = ", ".join(f"{loss:.3f}" for loss in note.get("block_losses", []))
+            lines["blocks"] = f"losses {losses} after round {note.get('version')}"
+        elif "cold_perplexity" in note and "adapted_perplexity" in note:
+            cold, adapted = note["cold_perplexity"], note["adapted_perplexity"]
+            lines["recombined"] = f"perplexity {cold:.3f} cold, {adapted:.3f} adapted"
+    return list(lines.items())
 
 
 def _version(state: State) -> str:
@@ -96,8 +127,9 @@ def plain_line(coordinator: State | None, nodes: dict[str, State | None], second
     state = coordinator or {}
     doing = ", ".join(f"{name} {node_doing(node)}" for name, node in nodes.items())
     version = f"{_version(state)}/{state.get('target_version', '-')}"
+    stage = f"{stage_words(state)}, " if state.get("pretrain") else ""
     return (
-        f"[{duration(seconds)}] version {version}, "
+        f"[{duration(seconds)}] {stage}version {version}, "
         f"reward {latest(state.get('rewards', []))}, held-out {latest(state.get('accuracy', []))}, "
         f"{state.get('accepted', 0)} accepted, {state.get('rejected', 0)} rejected, "
         f"{size(state.get('bytes_out', 0))} out; coordinator {coordinator_doing(coordinator)}, {doing}"
