@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
@@ -11,12 +16,22 @@ import torch
 from spec_support import GRPO, VERIFY, pretrain_spec
 from transformers import LlamaConfig
 
+from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.corpus_files import open_corpus, prepare, shard_path
+from barnraise.coordinator.folder import create_pretrain_run
+from barnraise.coordinator.presets import demo
 from barnraise.kernels.models import build_model, save_tensors, save_weights
 from barnraise.kernels.mot import first_block, make_cut, scaffold_config, split_scaffold
 from barnraise.protocol.corpus import Corpus, corpus_bytes, corpus_digest, sequences
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.pretrain import PretrainSpec, part_name, segments, stream, unit_start
+from barnraise.protocol.pretrain import (
+    PretrainSpec,
+    model_version,
+    part_name,
+    segments,
+    stream,
+    unit_start,
+)
 from barnraise.protocol.spec import (
     EnvironmentSpec,
     EvalSpec,
@@ -138,4 +153,55 @@ def corpus_shards(folder: Path) -> dict[bytes, bytes]:
 
 def with_pretrain(run: RunSpec, **changes: Any) -> RunSpec:
     """The run with other settings of its block stage."""
+    assert run.pretrain is not None
     return msgspec.structs.replace(run, pretrain=msgspec.structs.replace(run.pretrain, **changes))
+
+
+@cache
+def shared_corpus() -> Path:
+    """One corpus for all tests of a process."""
+    return make_corpus(Path(mkdtemp()) / "corpus")
+
+
+def make_pretrain_run(folder: Path, now_ms: int, versions: int | None = None, **pretrain: Any) -> Path:
+    """A run folder of the block stage as ``run init`` makes it; ``versions`` beyond the model: posttrain."""
+    corpus = shared_corpus()
+    model = folder.with_name(f"{folder.name}-model")
+    model.mkdir(parents=True)
+    config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "eos_token_id": 0}
+    (model / "config.json").write_text(json.dumps(config))
+    shutil.copy(corpus / "tokenizer.json", model / "tokenizer.json")
+    spec = pretrain_spec(corpus=corpus_digest(open_corpus(corpus)), **pretrain)
+    base = demo()
+    create_pretrain_run(
+        folder,
+        model,
+        sum(p.numel() for p in build_model(CONFIG, torch.float32).parameters()),
+        corpus,
+        spec,
+        dataclasses.replace(
+            base,
+            environment=msgspec.structs.replace(
+                base.environment, settings='{"letters":3,"alphabet":3,"partial":true}'
+            ),
+            sampling=msgspec.structs.replace(base.sampling, max_new_tokens=5),
+            rollout=msgspec.structs.replace(
+                base.rollout,
+                prompts_per_unit=2,
+                group_size=4,
+                groups_per_version=2,
+                max_groups_per_version=2,
+                versions=model_version(spec) if versions is None else versions,
+            ),
+            evaluation=msgspec.structs.replace(base.evaluation, tasks=4, every=100),
+            weights_dtype="float32",
+        ),
+        default_verify_spec("float32"),
+        name="blocks",
+        description="",
+        model_name="tiny",
+        seed=0,
+        now_ms=now_ms,
+        identity=OPERATOR,
+    )
+    return folder

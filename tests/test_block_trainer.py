@@ -148,8 +148,13 @@ async def test_a_cancelled_child_stops_soon_lives_and_goes_on(
     assert scope.cancelled_caught
     pid = child.pid
     assert pid is not None
+
+    def look(event: BlockProgress) -> None:
+        seen.append(event)
+        scope.cancel()
+
     with trio.CancelScope() as scope:
-        await child.train(run, unit, lambda event: (seen.append(event), scope.cancel())[0])
+        await child.train(run, unit, look)
     assert seen[0].saved >= 1
     assert child.pid == pid
 
