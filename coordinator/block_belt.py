@@ -221,7 +221,7 @@ class BlockBelt:
             result = await self.verifier.verify_block(job)
             if result.submission_id != job.submission_id:
                 raise ChildError("the verifier answered another submission than it was given")
-        except ChildError as error:
+        except BarnraiseError as error:
             unit.failures += 1
             others_pass = self._successes > 0 or unit.failures >= 2 * MAX_ATTEMPTS
             if unit.failures < MAX_ATTEMPTS or not others_pass:

@@ -129,6 +129,12 @@ def timed_out(blocks: Blocks, event: LeaseTimedOut) -> None:
     hold.timed_out = True
 
 
+def banned(blocks: Blocks, node: bytes) -> None:
+    """The places of a banned node may go to somebody else."""
+    for lease_id in blocks.held.get(node, ()):
+        blocks.leases[lease_id].timed_out = True
+
+
 def closed(state: State, event: LeaseClosed) -> None:
     """A block lease ended without a submission; doing so often costs a pause, as with rollouts."""
     hold = state.blocks.leases[event.lease_id]

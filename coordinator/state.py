@@ -245,6 +245,7 @@ def apply(state: State, event: Event) -> None:
             if isinstance(event, NodeBanned):
                 for lease_id in state.nodes[event.node].leases:
                     _release(state, state.leases[lease_id])
+                block_fold.banned(state.blocks, event.node)
 
 
 def _require(condition: bool, text: str) -> None:

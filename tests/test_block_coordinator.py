@@ -16,7 +16,7 @@ import pytest
 import torch
 import trio
 import trio.testing
-from block_stage_support import Unit, entry_of, lie_unit, make_pretrain_run, setup_of, train_unit
+from block_stage_support import Unit, entry_of, lease_for, lie_unit, make_pretrain_run, setup_of, train_unit
 from coordinator_support import Coordinator, ScriptedNode, attached, coordinating
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,8 +30,11 @@ from barnraise.coordinator.corpus_files import SHARDS as WRITTEN_SHARDS
 from barnraise.coordinator.corpus_files import open_corpus
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.learner_child import ChildLearner
 from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.verifier import LocalVerifier
+from barnraise.coordinator.verifier_child import ChildVerifier
+from barnraise.coordinator.verifier_pool import VerifierPool
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.coordinator.workshop import LocalLearner
 from barnraise.protocol import shards
@@ -47,6 +50,7 @@ from barnraise.protocol.messages import (
     MAX_SHARD,
     SHARD_PROTOCOL,
     Acknowledged,
+    AppealRequest,
     FileEntry,
     LeaseReturn,
     Receipt,
@@ -578,3 +582,90 @@ async def test_half_a_file_is_gone_on_with(
         assert asked.received < entry.size - MAX_SHARD + 1000
         await asked.close()
     assert (folder / state_name(0)).read_bytes() == data
+
+
+async def test_grpo_begins_with_the_recombined_model_and_with_no_version_before_it(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    folder = make_pretrain_run(tmp_path, rounds=1, contributors=1, versions=4, then_posttrain=True)
+    swarm = MemorySwarm(latency_s=0.01)
+    async with running(swarm, folder) as coordinator:
+        await until(lambda: coordinator.state()["policy_version"] == 0)
+        async with volunteer(swarm, coordinator, tmp_path, b"A") as ann, trio.open_nursery() as nursery:
+            nursery.start_soon(work, ann)
+            await until(lambda: coordinator.state()["policy_version"] == 2)
+            nursery.cancel_scope.cancel()
+        async with volunteer(swarm, coordinator, tmp_path, b"B") as bob:
+            assert coordinator.state()["stage"] == "posttrain"
+            assert 0 <= coordinator.state()["accuracy"][-1][1] <= 1
+            early = await bob.scripted.lease_reply(1)
+            assert early.lease is None
+            assert "no model yet" in early.reason
+            terms = await bob.scripted.lease(2)
+            assert terms.policy_version == 2
+            answer = bob.train(msgspec.structs.replace(lease_for(setup_of(folder)), lease_id=terms.lease_id))
+            with pytest.raises(RefusedError) as refused:  # a rollout lease is not answered by a block
+                await bob.submit(answer)
+            assert refused.value.code == "unknown-lease"
+
+
+async def test_block_units_cannot_be_appealed_and_say_why(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with stage(tmp_path) as (_, (ann,)):
+        ann.make = lambda setup, lease: lie_unit(setup, lease, "nothing done")
+        await ann.one()
+        await ann.verdict()
+        receipt = ann.scripted.received(ReceiptPush)[0].receipt
+        with pytest.raises(RefusedError) as refused:
+            await ann.scripted.ask(
+                lambda number: AppealRequest(id=number, receipt=receipt, submission=None), Acknowledged
+            )
+        assert refused.value.code == "no-appeal"
+
+
+async def test_a_banned_nodes_place_goes_to_another_at_once(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with stage(tmp_path, 2, {"blocks": 1, "scaffold_layers": 2}) as (_, (ann, bob)):
+        lease = await ann.lease()
+        signed = sign(ann.train(lease), ann.scripted.identity)
+        for number in range(5):
+            with pytest.raises(RefusedError):
+                await ann.scripted.submit(msgspec.structs.replace(signed, signature=bytes([number]) * 64))
+        assert "no work until" in (await ann.scripted.lease_reply(0)).reason
+        with pytest.raises(RefusedError) as refused:
+            await ann.scripted.submit(signed)
+        assert refused.value.code == "banned"
+        assert (await bob.lease()).slot == lease.slot
+
+
+async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path) -> None:
+    """Real processes: the scaffold with progress on its way, a unit judged, both by message."""
+    folder = make_pretrain_run(tmp_path, rounds=1, contributors=1)
+    setup = setup_of(folder)
+    learner, verifier = ChildLearner(setup, tmp_path / "l.log"), ChildVerifier(setup, tmp_path / "v.log")
+    said: list[tuple[str, float]] = []
+    learner.on_progress = lambda *what: said.append(what)
+    try:
+        assert (await learner.initial()).version == 0
+        assert said[-1] == (said[-1][0], 1.0)
+        assert said[-1][0].startswith("scaffold: step 4 of 4, loss ")
+        lease = lease_for(setup)
+        unit = train_unit(setup, lease)
+        home = Path("units") / "aa"
+        job = BlockVerifyJob(
+            submission_id=bytes(32),
+            lease=lease,
+            submission=unit.submission(lease, folder / home),
+            segment=2,
+            start=str(home / state_name(1)),
+            end=str(home / state_name(2)),
+            final=None,
+            delta=str(home / "delta.safetensors"),
+        )
+        result = await VerifierPool([verifier]).verify_block(job)
+        assert result.verdict.accepted
+        (folder / home / "delta.safetensors").unlink()
+        with pytest.raises(ChildError, match="cannot be read"):
+            await verifier.verify_block(job)
+        assert verifier.pid is not None
+    finally:
+        await learner.close()
+        await verifier.close()

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import torch
 from block_stage_support import LIES, Unit, lease_for, lie_unit, make_pretrain_run, setup_of, train_unit
+from hypothesis import given
+from hypothesis import strategies as st
 
 from barnraise.coordinator.block_files import state_name, unit_files
 from barnraise.coordinator.block_judge import BlockJudge, step_parameters
@@ -194,3 +196,14 @@ def test_the_files_that_judging_needs_are_the_segments_ends_the_last_state_and_t
     assert list(unit_files(work, 1)) == ["delta.safetensors", state_name(2), state_name(1), state_name(0)]
     assert list(unit_files(work, 2)) == ["delta.safetensors", state_name(2), state_name(1)]
     shutil.rmtree(Path(setup.folder) / "units" / "03")
+
+
+@given(
+    values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=12),
+    power=st.sampled_from([1.0, 1e-10, 1e-28, 1e-33, 0.0]),
+)
+def test_an_honest_difference_always_has_the_least_scale(values: list[float], power: float) -> None:
+    delta = {"w": torch.tensor([values, values[::-1]]) * power, "b": torch.tensor(values) * power}
+    data, lost = encode_delta(delta, "int8")
+    decode_delta(data, "int8", delta)
+    decode_delta(encode_delta(delta, "int8", lost)[0], "int8", delta)
