@@ -14,9 +14,9 @@ exponential through the largest value seen; room comes on top, and floors.
 
 ``measured_verify_spec`` does this for a run's own model when the run is made. How often and how
 much rounding matters differs between models more than tenfold, and hardly changes in training:
-mean and variance are the model's own. Its tail is not: a single position of a policy in training
-can be three times as noisy as any seen at its start (docs/verification.md, "Seeded sampling"), so
-the scale is never below the general one.
+the mean is the model's own. The tail is not: a single position of a policy in training can be
+three times as noisy as any seen at its start (docs/verification.md, "Seeded sampling"), so scales are
+never below the general ones, nor is the variance of margins, whose tail is the nearest to its limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Progress = Callable[[str, float], None]
 LEAST_ROOM, ROOM = 1.5, 4.0
 """Times what was measured, for other hardware, other texts and a policy in training: ``ROOM`` as long as
 that is tighter than the general bounds, ``LEAST_ROOM`` in any case."""
-FLOOR_DRAWS = Noise(mean=4e-4, variance=3e-4, scale=0.095)
+FLOOR_DRAWS = Noise(mean=4e-4, variance=1e-3, scale=0.095)
 FLOOR_LOGPROBS = Noise(mean=0.01, variance=0.003, scale=0.075)
 FLOOR_BIAS = 5e-4
 """However quiet this machine is, another's may not be."""

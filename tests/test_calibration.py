@@ -137,10 +137,13 @@ def stage(measured: VerifySpec, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_bounds_measured_on_the_demo_model_are_tighter_and_hold_for_both_dtypes(measured: VerifySpec) -> None:
-    tokens = 400
-    for own, general in ((measured.draws, GENERAL.draws), (measured.logprobs, GENERAL.logprobs)):
-        ratio = sum_limit(general, tokens, 1e-7, 1.0) / sum_limit(own, tokens, 1e-7, 1.0)
-        assert ratio > 1.4
+    for own, general, tighter in (
+        (measured.draws, GENERAL.draws, 1.0),
+        (measured.logprobs, GENERAL.logprobs, 1.4),
+    ):
+        ratio = sum_limit(general, 400, 1e-7, 1.0) / sum_limit(own, 400, 1e-7, 1.0)
+        assert ratio > tighter
+        # One token of a policy in training may be as noisy as anybody's.
         assert own.scale >= general.scale
     assert measured.toploc_top_k == GENERAL.toploc_top_k
 
