@@ -101,6 +101,7 @@ BAD = [
     ("run", "init", "FILE"),
     ("run", "init", "FILE/below"),
     ("run", "init", "NOWHERE", "--versions", 0),
+    ("run", "init", "NOWHERE", "--versions", 65_537),
     ("run", "init", "NOWHERE", "--environment", "no_such_task"),
     ("run", "init", "NOWHERE", "--environment-settings", "{bad"),
     ("run", "init", "NOWHERE", "--environment-settings", "[1]"),

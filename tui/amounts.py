@@ -41,6 +41,7 @@ def parse_rate(text: str) -> int | None:
     if text.lower() in _NOTHING:
         return None
     amount, slash, per = text.rpartition("/")
-    if not slash or per.strip().lower() not in ("s", "sec", "second"):
+    in_seconds = slash and per.strip().lower() in ("s", "sec", "second")
+    if not in_seconds or _AMOUNT.fullmatch(amount.strip()) is None:
         raise ValueError(f"{text!r} is no rate: write it like 20MB/s, 5Mbit/s or none")
     return parse_size(amount)

@@ -75,7 +75,12 @@ def init(
         0, "--seed", metavar="N", min=0, max=2**31, help="Seed of demo model, held-out tasks and learner."
     ),
     versions: int | None = typer.Option(
-        None, "--versions", metavar="N", min=1, help=f"Policy versions until the run is complete {PRESET}."
+        None,
+        "--versions",
+        metavar="N",
+        min=1,
+        max=65_536,
+        help=f"Policy versions until the run is complete {PRESET}.",
     ),
     prompts: int | None = typer.Option(
         None, "--prompts-per-unit", metavar="N", min=1, help=f"Prompts in one rollout unit {PRESET}."
