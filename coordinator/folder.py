@@ -9,6 +9,7 @@
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
     RUN/store/           shards that lie in no checkpoint
     RUN/corpus/          with phase "pretrain": the text, in token shards
+    RUN/pretrain.jsonl, RUN/units.jsonl     what ``barnraise report`` reads beside the journal
     RUN/scaffold.safetensors    an earlier run's scaffold, where the run takes one
     RUN/control.sock     while a coordinator runs; RUN/lock keeps a second one out
     RUN/coordinator.log

@@ -31,6 +31,7 @@ from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.sessions import run_complete
 from barnraise.coordinator.state import SETTLED, State, Unpublished
+from barnraise.coordinator.unit_notes import keep_notes
 from barnraise.coordinator.workers import Learner, TrainJob, checkpoint_folder, first_policy
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError
@@ -192,6 +193,8 @@ class PublishBelt:
         stored = await core.offload(lambda: core.journal.payload_ids(oldest))
         settled = [key for key in stored if _is_settled(core.state, key)]
         if settled:
+            if core.spec.pretrain is not None:
+                await core.offload(lambda: keep_notes(core.journal, self.run_folder, settled))
             await core.record([], drop_payloads=settled)
         head = state.head
         if core.spec.pretrain is not None:

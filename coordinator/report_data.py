@@ -29,11 +29,11 @@ from barnraise.coordinator.block_workers import REPORT_FILE
 from barnraise.coordinator.events import Event, EventError, VersionPublished, decode_event
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.state import State, apply
-from barnraise.protocol import wire
-from barnraise.protocol.errors import BarnraiseError, RunFolderError
+from barnraise.coordinator.unit_notes import read_notes, read_told
+from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.identity import peer_id_of
 from barnraise.protocol.ledger_entries import credit_for_block
-from barnraise.protocol.pretrain import BlockSubmission, PretrainSpec, model_version
+from barnraise.protocol.pretrain import PretrainSpec, model_version
 from barnraise.protocol.spec import RunSpec
 
 _MAX_NOTES = 64 * 1024 * 1024
@@ -180,6 +180,10 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
                     if event.accuracy >= 0:
                         report.accuracy.append((event.version, event.accuracy))
                 first_ms = first_ms or event.at_ms
+            for submission, told in read_notes(path.parent):
+                if submission in submitted:
+                    unit = units[submitted[submission]]
+                    unit.seconds, unit.losses = told
             _read_submissions(database, units, submitted)
     except sqlite3.Error as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
@@ -250,12 +254,9 @@ def _read_submissions(
         row = database.execute("SELECT data FROM payloads WHERE submission = ?", (submission,)).fetchone()
         if row is None:
             continue
-        try:
-            told = wire.decode(row[0], BlockSubmission)
-        except BarnraiseError:
-            continue
-        units[lease].seconds = told.train_ms / 1000
-        units[lease].losses = [loss for loss in told.losses if math.isfinite(loss)]
+        told = read_told(row[0])
+        if told is not None:
+            units[lease].seconds, units[lease].losses = told
 
 
 def _read_notes(path: Path, spec: PretrainSpec, report: Report) -> None:

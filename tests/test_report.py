@@ -18,6 +18,7 @@ from barnraise.coordinator.folder import Run, create_pretrain_run, open_run
 from barnraise.coordinator.journal import Journal, Payload, Write
 from barnraise.coordinator.report_data import collect
 from barnraise.coordinator.report_page import page
+from barnraise.coordinator.unit_notes import keep_notes
 from barnraise.kernels.demo_model import write_tokenizer
 from barnraise.protocol.envelope import content_id, sign
 from barnraise.protocol.identity import Identity
@@ -205,6 +206,18 @@ def test_it_reads_beside_a_coordinator_and_writes_nothing_there(finished: Path, 
         assert command_line.main(["report", str(finished), "--out", str(tmp_path / "page")]) == 0
         assert journal.length == before
         journal.close()
+
+
+def test_what_dropped_submissions_told_is_noted_before(finished: Path) -> None:
+    before = collect(finished).units
+    with open_run(finished) as run:
+        journal = Journal(run.journal_path)
+        dropped = journal.payload_ids(1)
+        keep_notes(journal, finished, dropped)
+        journal.commit([Write(drop_payloads=dropped)])
+        journal.close()
+    assert len(dropped) == 3
+    assert collect(finished).units == before
 
 
 def test_dropped_submissions_leave_the_times_by_our_clock(finished: Path) -> None:
