@@ -23,6 +23,7 @@ from barnraise.kernels.mot import Tensors
 
 DeltaFormat = Literal["float32", "bfloat16", "int8"]
 _CODE, _SCALE = "q.", "s."
+_MOST_ADDED = 0.495  # rounding steps of a residual that go into one difference
 _LEAST_SCALE = 1e-30
 
 
@@ -37,7 +38,9 @@ def encode_delta(
     """A difference as the bytes to send, and what the encoding lost (end of this, start of the next).
 
     Args:
-        residual: what the last encoding for the same block lost; added first.
+        residual: what the last encoding for the same block lost; added first. Of what was lost
+            where steps were coarser than now, as much as ``rounding`` allows; the rest stays lost
+            until a later one.
     """
     wanted = {name: value + (residual[name] if residual else 0.0) for name, value in delta.items()}
     tensors: Tensors = {}
@@ -46,7 +49,10 @@ def encode_delta(
         if kind != "int8":
             tensors[name] = value.to(getattr(torch, kind)).contiguous()
             continue
-        rows = _rows(value)
+        rows = _rows(delta[name])
+        if residual:
+            most = _MOST_ADDED * rows.abs().amax(dim=1, keepdim=True) / 127
+            rows = rows + torch.clamp(_rows(residual[name]), -most, most)
         scale = (rows.abs().amax(dim=1) / 127).clamp_min(_LEAST_SCALE)
         tensors[_CODE + name] = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
         tensors[_SCALE + name] = scale.contiguous()

@@ -171,9 +171,10 @@ def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bo
     if not first:
         ctx.say(f"back in run {printable(spec.name)} at {address}")
         return
+    pretrain = "" if spec.pretrain is None else f", pretrained in {spec.pretrain.blocks} blocks"
     ctx.say(
         f"joined run {printable(spec.name)} ({run.run_id.hex()[:16]}) at {address}: model "
-        f"{printable(spec.model.name)} with {spec.model.parameters:,} parameters, environment "
+        f"{printable(spec.model.name)} with {spec.model.parameters:,} parameters{pretrain}, environment "
         f"{printable(spec.environment.name)}, {spec.rollout.versions} versions, "
         f"operator key {fingerprint(spec.operator)}"
     )

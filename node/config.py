@@ -16,7 +16,9 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         runs/<run id>/receipts.bin    signed verdicts (R16)
         runs/<run id>/pending/        signed submissions that are not acknowledged yet (R17)
         runs/<run id>/kept/           the last that were rejected, for an appeal
-        runs/<run id>/lease.bin       the lease at work, returned after a crash
+        runs/<run id>/lease.bin       the lease at work: returned after a crash, or gone on with
+        runs/<run id>/units/          block units at work or without a verdict (barnraise.node.units)
+        runs/<run id>/residuals/      what rounding lost of block units' differences
         runs/<run id>/run.bin         the signed spec, and
         runs/<run id>/overlay.json    nodes met lately: what finds them while the coordinator is away
 """

@@ -150,7 +150,7 @@ def _asker(config: NodeConfig) -> Approve | None:
             f"  operator     {fingerprint(spec.operator)}\n"
             f"  model        {printable(spec.model.name)}, {spec.model.parameters:,} parameters\n"
             f"  environment  {printable(spec.environment.name)}\n"
-            f"  your part    generates completions on {config.threads} thread(s), keeps up to "
+            f"  your part    {_part(spec)} on {config.threads} thread(s), keeps up to "
             f"{config.disk_bytes / 1e9:.0f} GB in {config.data}\n"
         )
         question = "Join this run? [Y/n] "
@@ -158,6 +158,14 @@ def _asker(config: NodeConfig) -> Approve | None:
         return answer.strip().lower() in ("", "y", "yes")
 
     return ask
+
+
+def _part(spec: RunSpec) -> str:
+    """What a volunteer does in a run."""
+    if spec.pretrain is None:
+        return "generates completions"
+    blocks = f"trains one of {spec.pretrain.blocks} blocks of the model at a time"
+    return f"{blocks}, later generates completions" if spec.pretrain.then_posttrain else blocks
 
 
 @contextlib.contextmanager

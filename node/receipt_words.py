@@ -11,6 +11,17 @@ from barnraise.protocol.wire import printable
 
 SHORTEST_PREFIX = 4
 
+# What the checks of block units look at; those of rollouts say it in their messages.
+BLOCK_CHECKS = {
+    "block-files": "are the files those that were signed?",
+    "block-format": "can the files be read as a block's?",
+    "block-delta": "is the difference end minus start?",
+    "block-bound": "did no weight move further than the steps allow?",
+    "block-replay": "does one segment, done again, end in the same state?",
+    "block-loss": "is the block no worse on held-out text?",
+    "block-withheld": "were the files served in time?",
+}
+
 
 def latest(receipts: Iterable[Receipt]) -> dict[bytes, Receipt]:
     """The receipt that counts for each submission: the one of the largest ledger index."""
@@ -72,8 +83,9 @@ def words(receipt: Receipt) -> str:
     if verdict.check == UNVERIFIABLE:
         return f"not verified, and no mark against you: {message}"
     where = f" at {printable(verdict.position)}" if verdict.position else ""
+    asks = f" ({BLOCK_CHECKS[verdict.check]})" if verdict.check in BLOCK_CHECKS else ""
     return (
-        f"rejected by check {printable(verdict.check)}{where}: {verdict.value:g}, the threshold is "
+        f"rejected by check {printable(verdict.check)}{asks}{where}: {verdict.value:g}, the threshold is "
         f"{verdict.threshold:g}. {message}"
     )
 

@@ -170,6 +170,11 @@ def test_a_receipt_is_found_by_index_or_by_the_start_of_an_id_and_the_newest_cou
         ("all", "accepted, every check passed: +5 Mflop"),
         ("unaudited", "accepted, without an audit, by a draw: +5 Mflop"),
         ("toploc", "rejected by check toploc at rollout 3: 0.1, the threshold is 0.1. why"),
+        (
+            "block-replay",
+            "rejected by check block-replay (does one segment, done again, end in the same state?) "
+            "at rollout 3: 0.1, the threshold is 0.1. why",
+        ),
         ("unverifiable", "not verified, and no mark against you: why"),
         ("clawed-back", "0 Mflop taken back: why"),
         ("restored", "5 Mflop count again: why"),

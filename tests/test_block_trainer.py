@@ -13,12 +13,14 @@ import pytest
 import torch
 import trio
 from block_support import CONFIG, block_run, corpus_shards, make_corpus, with_pretrain
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from barnraise.coordinator.corpus_files import open_corpus
 from barnraise.kernels.block_audit import largest_excess
 from barnraise.kernels.block_files import read_block, read_scaffold
 from barnraise.kernels.block_training import read_state
-from barnraise.kernels.deltas import decode_delta, difference, rounding
+from barnraise.kernels.deltas import decode_delta, difference, encode_delta, rounding
 from barnraise.kernels.models import ModelError
 from barnraise.kernels.mot import Tensors, make_cut
 from barnraise.node.block_engine import BlockEngine, BlockProgress, BlockTrained, BlockWork
@@ -211,6 +213,21 @@ def test_what_eight_bits_lose_goes_into_the_next_difference_once(tmp_path: Path,
     assert data != delta  # the same steps, and what the first lost
     sent = decode_delta(data, "int8", weights)
     assert largest_excess(sent, exact, rounding(data, "int8", weights)) <= 0
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(-4.0, 4.0))
+@settings(max_examples=40, deadline=None)
+def test_no_residual_makes_an_honest_difference_look_like_a_lie(seed: int, magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    delta = {"w": torch.randn((4, 9), generator=generator), "v": torch.zeros(5)}
+    before = {
+        name: 10**magnitude * torch.randn(value.shape, generator=generator) for name, value in delta.items()
+    }
+    data, lost = encode_delta(delta, "int8", before)
+    sent = decode_delta(data, "int8", delta)
+    assert largest_excess(sent, delta, rounding(data, "int8", delta)) <= 0
+    for name in delta:
+        assert torch.allclose(sent[name] + lost[name], delta[name] + before[name], rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_computed_in_where_the_run_says_so(tmp_path: Path, run: RunSpec) -> None:
