@@ -13,6 +13,8 @@ from statistics import median
 
 from barnraise.coordinator.workers import VerifyJob
 from barnraise.protocol.errors import ChildError
+from barnraise.protocol.pretrain import segments
+from barnraise.protocol.spec import RunSpec
 
 FLOOR_S = 600.0
 SCORING_S = 60.0  # what scoring one submission may take at most (``barnraise.coordinator.scoring``)
@@ -68,3 +70,13 @@ def stalled(jobs: Sequence[VerifyJob], seconds: float) -> StalledError:
         f"{seconds / 60:.0f} minutes, far longer than they can take, and was stopped; each is tried again "
         "alone. If it happens to every submission, the device or the disk does not answer: see verifier.log"
     )
+
+
+def block_allowance(spec: RunSpec, segment: int) -> float:
+    """Seconds that doing a segment of a block unit again, and two evaluations, may take on a slow core."""
+    pretrain = spec.pretrain
+    assert pretrain is not None
+    sequences = segments(pretrain)[segment] * pretrain.recipe.batch + 2 * pretrain.held_out
+    operations = 6 * spec.model.parameters * sequences * pretrain.sequence
+    loading = 8 * 4 * spec.model.parameters / LOAD_BYTES_S  # scaffold, start, three states of three parts
+    return FLOOR_S + loading + FACTOR * operations / FIRST_OPERATIONS_S

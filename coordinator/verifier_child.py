@@ -15,7 +15,7 @@ import trio
 from msgspec import Struct
 
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
-from barnraise.coordinator.patience import FLOOR_S, Patience, StalledError, stalled
+from barnraise.coordinator.patience import FLOOR_S, Patience, StalledError, block_allowance, stalled
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.child import Child, Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
@@ -83,7 +83,7 @@ class ChildVerifier:
         """See ``barnraise.coordinator.workers.Verifier``. A child that dies is replaced once per call.
 
         Raises:
-            ChildError: as ``verify``.
+            StalledError, ChildError: as ``verify``.
         """
         return await self._ask(job, BlockResult)
 
@@ -106,10 +106,14 @@ class ChildVerifier:
             return await self._request(request, reply)
 
     async def _request(self, request: VerifyBatch | BlockVerifyJob, reply: type[Reply]) -> Reply:
-        """Ask once; a child that is at a batch for far too long is ended."""
+        """Ask once; a child that is at a batch or a unit for far too long is ended."""
         child = await self._started()
-        if not isinstance(request, VerifyBatch):
-            return await child.request(request, reply)
+        if isinstance(request, BlockVerifyJob):
+            allowed = block_allowance(self._setup.spec, request.segment)
+            with trio.move_on_after(allowed):
+                return await child.request(request, reply)
+            await child.kill()
+            raise StalledError(f"the verifier was at one block unit for {allowed:.0f} s and was ended")
         began, allowed = trio.current_time(), self._patience.allowance(request.jobs)
         with trio.move_on_after(allowed):
             answer = await child.request(request, reply)

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_support import GRPO, VERIFY
+from spec_support import GRPO, VERIFY, pretrain_spec
 
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import DamagedVersionError, MalformedError, SignatureError, StorageError
@@ -319,3 +320,35 @@ def test_small_versions_are_cut_finer_so_that_a_tree_has_something_to_share() ->
     assert list(sizes.values()) == [mib // 4, mib // 4, mib // 4, 2 * mib, 4 * mib, 4 * mib]
     for total in range(64 * mib + 1, 2**30, 37 * mib):
         assert 128 <= total / fitting_shard_size(total) <= 256
+
+
+def block_stage(rounds: int = 3, **model: Any) -> RunSpec:
+    """A run whose version 3, which ``publish`` makes, is the last of the block stage, or the one after it."""
+    plain = run_spec()
+    return msgspec.structs.replace(
+        plain,
+        phase="pretrain",
+        pretrain=pretrain_spec(blocks=2, rounds=rounds),
+        model=msgspec.structs.replace(plain.model, **model),
+    )
+
+
+def parts(count: int) -> dict[str, bytes]:
+    return {f"model-{part + 1:05d}-of-{count:05d}.safetensors": bytes([part]) * 50 for part in range(count)}
+
+
+def test_a_version_of_blocks_has_one_file_for_the_scaffold_and_one_for_each_block(tmp_path: Path) -> None:
+    manifest, _ = publish(tmp_path / "good", {"config.json": CONFIG, **parts(3)})
+    assert check_manifest(sign(manifest, OPERATOR), block_stage(), RUN) == manifest
+    refused(manifest, "put together by then", block_stage(rounds=2))  # version 3 is the model there
+    for count in (1, 2, 4):
+        other, _ = publish(tmp_path / str(count), {"config.json": CONFIG, **parts(count)})
+        refused(other, "weight files", block_stage())
+    whole, _ = version(tmp_path / "whole")
+    refused(whole, "weight files", block_stage())
+    assert check_manifest(sign(whole, OPERATOR), block_stage(rounds=2), RUN) == whole
+
+
+def test_blocks_are_float32_whatever_the_model_is_published_in() -> None:
+    spec = block_stage(weights_dtype="bfloat16")
+    assert largest_version(spec, 3) - largest_version(spec, 4) == 2 * 2 * spec.model.parameters
