@@ -56,11 +56,12 @@ class Size:
     steps: int  # of one unit
     rounds: int
     rate: float
+    scaffold_rate: float = 0.0  # 0: the same
 
 
 DEMO = "demo"  # the demo's model and text, made on the spot
 SIZES: dict[str, Size] = {
-    DEMO: Size(128, 4, 4, 2, 384, 13, 64, 250, 50, 2, 1e-3),
+    DEMO: Size(128, 4, 4, 2, 384, 13, 64, 400, 60, 2, 1e-3, scaffold_rate=2e-3),
     # 1.4 M parameters in layers (as benchmarks/mot.py trains), 1.9 M with 4,096 tokens
     "tiny": Size(128, 8, 4, 2, 384, 128, 16, 200, 128, 2, 2e-3),
     # 9 M in layers, 10 M with 4,096 tokens
@@ -172,7 +173,11 @@ def schedule(
         blocks=choices.blocks,
         scaffold_layers=scaffold_depth(counts.layers, choices.blocks, choices.scaffold_layers),
         scaffold=choices.scaffold,
-        scaffold_recipe=_joint(scaffold_steps if choices.scaffold is None else 0, rate, batch),
+        scaffold_recipe=_joint(
+            scaffold_steps if choices.scaffold is None else 0,
+            choices.rate or size.scaffold_rate or size.rate,
+            batch,
+        ),
         corpus=corpus,
         sequence=sequence,
         init=choices.init,
@@ -253,10 +258,12 @@ def check_text(spec: PretrainSpec, corpus: Corpus) -> list[str]:
 
 
 def demo_choices(choices: Choices) -> Choices:
-    """The demo's schedule where nothing else was asked for; measured over three seeds, see docs/mot.md."""
+    """The demo's schedule where nothing else was asked for. Two rounds are too few for outer momentum."""
     return replace(
         choices,
-        adapt_steps=100 if choices.adapt_steps is None else choices.adapt_steps,
+        outer_rate=choices.outer_rate or 1.0,
+        outer_momentum=0.0 if choices.outer_momentum is None else choices.outer_momentum,
+        adapt_steps=120 if choices.adapt_steps is None else choices.adapt_steps,
         contributors=choices.contributors or 2,
         round_s=choices.round_s or 60.0,
     )
