@@ -234,7 +234,8 @@ def _granted(state: State, unit: Unit) -> State:
 def _engine_failed(state: State, event: EngineFailed, now: float) -> State:
     stopping = state.engine == "stopping"
     retry = backed_off(state.engine_retry, now, event.reason, event.jitter, 2.0, 300.0)
-    shrink = min(MAX_SHRINK, state.shrink + 1) if event.out_of_memory else state.shrink
+    whole = state.unit is not None and state.unit.is_block  # its batch is the run's, not ours to halve
+    shrink = min(MAX_SHRINK, state.shrink + 1) if event.out_of_memory and not whole else state.shrink
     state = replace(state, engine="idle", loaded=state.loaded if event.alive else -1, shrink=shrink)
     if stopping:
         return state

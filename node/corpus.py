@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from barnraise.node.weights import Source
-from barnraise.protocol.corpus import Corpus, sequences, stream_shards
-from barnraise.protocol.errors import PeerError, StorageError
+from barnraise.protocol.corpus import Corpus, read_corpus, sequences, stream_shards
+from barnraise.protocol.errors import MalformedError, PeerError, StorageError
 from barnraise.protocol.messages import MAX_SHARD
 from barnraise.protocol.network import Network
 from barnraise.protocol.pretrain import BlockLease, PretrainSpec, stream, unit_start
@@ -70,6 +70,14 @@ async def fetch_description(
         raise PeerError("the corpus could not be fetched; " + ("; ".join(reasons) or "nobody offers it"))
     store.spare([digest])
     return data
+
+
+def spare_corpus(store: DiskStore, digest: bytes) -> None:
+    """Spare what an earlier process fetched of the corpus. Blocking; reads the description."""
+    data = store.get(digest) if store.has(digest) else None
+    if data is not None:
+        with suppress(MalformedError):
+            store.spare([digest, *read_corpus(data).train])
 
 
 def missing_shards(store: DiskStore, folder: Path, wanted: Iterable[bytes], size: int) -> dict[bytes, int]:

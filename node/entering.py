@@ -10,6 +10,7 @@ import trio
 from barnraise.node import overlay
 from barnraise.node.actions import unit_of
 from barnraise.node.context import Context
+from barnraise.node.corpus import spare_corpus
 from barnraise.node.kept import KeptWork
 from barnraise.node.link import Run, open_lease
 from barnraise.node.model import HeadSeen, Restored, Unit
@@ -60,6 +61,7 @@ def enter(ctx: Context, run: Run, believe: Callable[[Context, Signed], int]) -> 
     )
     if run.spec.pretrain is not None:
         ctx.units = Units(folder, ctx.store, run.spec.operator, ctx.identity.public_key)
+        spare_corpus(ctx.store, run.spec.pretrain.corpus)
     serve = serve_shards(ctx.store, allow=lambda peer_id: _serves(ctx, peer_id), slots=ctx.limits.up.streams)
     ctx.network.set_handler(SHARD_PROTOCOL, serve)
     ctx.run = run

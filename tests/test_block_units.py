@@ -280,7 +280,8 @@ async def test_description_and_shards_come_from_whoever_has_them_and_stay(
         await fetcher.fetch_shards("the corpus", missing, got.append)
         assert sum(got) == sum(missing.values())
         node_corpus.lay_out(store, folder, wanted)
-        store.spare(wanted)
+        store = DiskStore(tmp_path / "mine")  # a restart
+        node_corpus.spare_corpus(store, spec.corpus)
         store.sweep()
         assert all(store.get(digest) == everything[digest] for digest in wanted)
         for digest in wanted:
@@ -289,8 +290,9 @@ async def test_description_and_shards_come_from_whoever_has_them_and_stay(
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
             digest.hex(): everything[digest] for digest in wanted
         }
+        nobody = SwarmFetcher(me, store, lambda version: [])
         with pytest.raises(PeerError, match="the corpus: no source is left"):
-            await SwarmFetcher(me, store, lambda version: []).fetch_shards("the corpus", missing, got.append)
+            await nobody.fetch_shards("the corpus", missing, got.append)
 
 
 async def test_a_shard_of_unknown_size_is_bounded_before_it_is_read(
