@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,26 @@ ON_SMOLLM2 = (
 
 
 def attacks(
-    model: str = "demo", tries: int = 20, only: Sequence[str] = (), patience: int = PATIENCE
+    model: str = "demo",
+    tries: int = 20,
+    only: Sequence[str] = (),
+    patience: int = PATIENCE,
+    rows: dict[str, dict[str, Any]] | None = None,
+    save: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Perform them and return one row per attack, by name; see the module's description."""
+    """Perform them and return one row per attack, by name; see the module's description.
+
+    ``rows``: where to put them; attacks in it already are left out. ``save`` is called after each.
+    """
     names = only or (list(ATTACKS) if model == "demo" else ON_SMOLLM2)
+    rows = {} if rows is None else rows
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
         stages = suite.Stages(Path(folder), model)
-        return {name: _row(stages, ATTACKS[name], tries, patience) for name in names}
+        for name in names:
+            if name not in rows:
+                rows[name] = _row(stages, ATTACKS[name], tries, patience)
+                save()
+    return rows
 
 
 def _row(stages: suite.Stages, attack: Attack, tries: int, patience: int) -> dict[str, Any]:

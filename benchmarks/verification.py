@@ -6,7 +6,8 @@
 Everything runs for real: submissions are made by the torch engine (``node.torch_engine``), judged by the
 whole ``Judge`` with the default thresholds, and attacks (``tests/attacks``) go through the coordinator's
 own state and submission checks besides. One thread; times are processor time, so that a busy machine
-does not change their ratios. ``--save`` keeps the parts that are in FILE already.
+does not change their ratios. ``--save`` keeps the parts that are in FILE already; attacks are saved one by
+one, and those that FILE has are not performed again: a run that was cut short goes on with the same command.
 
 ``proof_overhead``: making proofs, as a fraction of the time to generate what is proven. ``verify_speedup``:
 processor time to generate a token, at decode batch 1 or 16, over that to judge one (SmolLM2-135M, 16
@@ -317,12 +318,13 @@ def honest_smollm2(scratch: Path, say: Say) -> dict[str, Any]:
 # --- attacks
 
 
-def attacks(scratch: Path, say: Say, tries: int, model: str) -> dict[str, Any]:
-    """Every attack of the suite on the demo model; those of ``ON_SMOLLM2`` on SmolLM2."""
+def attacks(
+    rows: dict[str, Any], say: Say, tries: int, model: str, save: Callable[[], None]
+) -> dict[str, Any]:
+    """Every attack of the suite on the demo model; those of ``ON_SMOLLM2`` on SmolLM2. Saved one by one."""
     from benchmarks.attacks import attacks as perform
 
-    del scratch
-    rows = perform(model, tries, ON_SMOLLM2 if model == "smollm2" else ())
+    perform(model, tries, ON_SMOLLM2 if model == "smollm2" else (), rows=rows, save=save)
     for name, row in rows.items():
         say(f"{model}: {name}: {row['caught']} of {row['of']}, median {row['median']}")
     return rows
@@ -359,7 +361,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="barnraise-verification-") as name:
         scratch = Path(name)
         for part in options.parts:
-            began = time.monotonic()
+            began, before = time.monotonic(), result.setdefault("seconds", {}).get(part, 0.0)
+            if not part.startswith("attacks"):
+                before = 0.0  # done anew, while attacks go on where they were
+
+            def save(part: str = part, began: float = began, before: float = before) -> None:
+                result["seconds"][part] = round(before + time.monotonic() - began, 1)
+                if options.save is not None:
+                    temporary = options.save.with_suffix(".new")
+                    temporary.write_text(json.dumps(_conditions(totals(result)), indent=1) + "\n")
+                    temporary.replace(options.save)
+
             match part:
                 case "speed":
                     result.update(speed(scratch, say))
@@ -368,12 +380,10 @@ def main() -> None:
                 case "honest-smollm2":
                     result[part] = honest_smollm2(scratch, say)
                 case "attacks":
-                    result[part] = attacks(scratch / part, say, options.tries, "demo")
+                    attacks(result.setdefault(part, {}), say, options.tries, "demo", save)
                 case _:
-                    result[part] = attacks(scratch / part, say, min(options.tries, 2), "smollm2")
-            result.setdefault("seconds", {})[part] = round(time.monotonic() - began, 1)
-            if options.save is not None:
-                options.save.write_text(json.dumps(_conditions(totals(result)), indent=1) + "\n")
+                    attacks(result.setdefault(part, {}), say, min(options.tries, 2), "smollm2", save)
+            save()
     text = json.dumps(_conditions(totals(result)), indent=None if options.json else 1)
     print(text)
 

@@ -62,9 +62,9 @@ def default_verify_spec(compute_dtype: Dtype = "float32") -> VerifySpec:
     return VerifySpec(
         toploc_top_k=128,
         toploc_chunk=32,
-        max_exponent_mismatches=4,
-        max_mantissa_mean=1.5,
-        max_mantissa_median=3.0,
+        max_exponent_mismatches=8,
+        max_mantissa_mean=3.0,
+        max_mantissa_median=6.0,
         eos_min_probability=1e-12,
         false_alarm=1e-7,
         draws=Noise(mean=0.0025, variance=0.001, scale=0.095),

@@ -54,14 +54,14 @@ def test_proofs_are_measured_before_they_are_computed_with() -> None:
 @pytest.mark.parametrize(
     ("check", "score"),
     [
-        ("toploc-exponents", ChunkScore(25, 0.0, 0.0, 128)),
-        ("toploc-mantissa-mean", ChunkScore(10, 4.2, 3.0, 128)),
-        ("toploc-mantissa-median", ChunkScore(10, 3.0, 4.0, 128)),
+        ("toploc-exponents", ChunkScore(40, 0.0, 0.0, 128)),
+        ("toploc-mantissa-mean", ChunkScore(10, 8.5, 3.0, 128)),
+        ("toploc-mantissa-median", ChunkScore(10, 3.0, 7.0, 128)),
         ("toploc-mantissa-mean", ChunkScore(0, math.nan, 0.0, 128)),
     ],
 )
 def test_toploc_scores_over_a_threshold_are_named_with_their_chunk(check: str, score: ChunkScore) -> None:
-    fine = ChunkScore(24, 4.1, 3.0, 128)
+    fine = ChunkScore(30, 8.0, 6.0, 128)
     toploc_checks.check_toploc([fine, fine], 5, 64, VERIFY)
     verdict = _failure(check, toploc_checks.check_toploc, [fine, score], 5, 64, VERIFY)
     assert verdict.position == "rollout 5 chunk 1"
@@ -70,20 +70,20 @@ def test_toploc_scores_over_a_threshold_are_named_with_their_chunk(check: str, s
 def test_the_more_proofs_a_submission_has_the_further_may_one_of_them_be_off() -> None:
     limits = [toploc_checks.mismatch_limit(128, VERIFY, VERIFY.false_alarm / n) for n in (1, 64, 10_000)]
     assert limits == sorted(limits)
-    assert limits[-1] < 38  # the paper's, of single proofs
+    assert limits[-1] < 48
 
 
 def test_what_no_single_proof_shows_all_of_them_do() -> None:
-    coarse = [[ChunkScore(7, 1.0, 1.0, 128)] for _ in range(64)]
-    distorted = [[ChunkScore(0, 2.0, 2.0, 128)] for _ in range(64)]
-    honest = [[ChunkScore(4, 1.5, 1.0, 128)] for _ in range(64)]
+    coarse = [[ChunkScore(14, 1.0, 1.0, 128)] for _ in range(64)]
+    distorted = [[ChunkScore(0, 4.0, 2.0, 128)] for _ in range(64)]
+    honest = [[ChunkScore(7, 3.0, 1.0, 128)] for _ in range(64)]
     for number, row in enumerate([*coarse, *distorted, *honest]):
         toploc_checks.check_toploc(row, number, 64, VERIFY)
     toploc_checks.check_toploc_sums(honest, VERIFY)
     for few in (coarse, distorted):
         toploc_checks.check_toploc_sums(few[:1], VERIFY)
     verdict = _failure("toploc-exponents-all", toploc_checks.check_toploc_sums, coarse, VERIFY)
-    assert (verdict.value, verdict.position) == (448.0, "all 64 chunks")
+    assert (verdict.value, verdict.position) == (896.0, "all 64 chunks")
     _failure("toploc-mantissa-all", toploc_checks.check_toploc_sums, distorted, VERIFY)
 
 
