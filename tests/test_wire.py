@@ -47,8 +47,9 @@ def strategy(info: inspect.Type) -> st.SearchStrategy[Any]:
             low = info.ge if info.gt is None else info.gt
             return st.floats(
                 low,
-                info.le,
+                info.le if info.lt is None else info.lt,
                 exclude_min=info.gt is not None,
+                exclude_max=info.lt is not None,
                 allow_nan=False,
                 allow_infinity=False,
             )
@@ -173,8 +174,11 @@ def test_a_value_of_another_type_is_never_coerced(type_: type[Any], data: st.Dat
     for place in places[:40]:
         value = at(plain, place)
         for other in lookalikes(value):
-            with pytest.raises(MalformedError):
+            try:
                 wire.decode(msgspec.msgpack.encode(replaced(plain, place, other)), type_)
+            except MalformedError:
+                continue
+            assert other is None or value is None, place  # an optional field: both are values of its type
 
 
 def pack_map(items: list[tuple[str, Any]]) -> bytes:
