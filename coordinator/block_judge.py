@@ -7,7 +7,8 @@ block-format    a file that is no state or difference of this block, or not fini
 block-delta     a difference that is not last state minus start, as far as rounding goes
 block-bound     a weight moved further than AdamW can move it in so many steps
 block-replay    a segment whose end lies further from ours than hardware can explain
-block-loss      a block that makes held-out text less likely than the unit's start did
+block-loss      a block that makes held-out text less likely than the unit's start did, or a
+                training loss that the segment did not have
 ==============  ==========================================================================
 
 Which segment is done again was drawn after the node had committed to all of them
@@ -29,7 +30,7 @@ from torch import Tensor
 from barnraise.coordinator.block_reading import BlockReader
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.workers import WorkerSetup
-from barnraise.kernels.block_audit import compare, largest_excess, replay, update_bound
+from barnraise.kernels.block_audit import compare, largest_excess, update_bound
 from barnraise.kernels.block_training import BlockState, BlockTrainer, Recipe, read_state, start_state
 from barnraise.kernels.deltas import decode_delta, difference, rounding
 from barnraise.kernels.models import ModelError
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 _STARTS_KEPT = 4
 _BOUND_SLACK = 1.01  # of the bound: rounding of differences and of what an encoding carries over
+_LOSS_SPREAD = 0.1  # of a training loss: what the report shows is true to this
 _FAR = 1e9  # what a verdict says instead of infinity
 
 
@@ -187,7 +189,7 @@ class BlockJudge:
         """The verdict that accepts, with the measure that came closest to its limit."""
         position = f"segment {job.segment}"
         try:
-            ours = self._replay(job, begin)
+            ours, loss = self._replay(job, begin)
         except ModelError as error:
             if job.start is None:  # our own start: no fault of the node's
                 return Verdict(
@@ -221,9 +223,20 @@ class BlockJudge:
                 f"done again from the state before it, segment {job.segment} ends elsewhere: {name} is off "
                 f"by {value:.3g}, the cosine of the two updates is {error_.cosine:.3f}",
             )
+        claimed = job.submission.losses[job.segment]
+        if not abs(claimed - loss) <= _LOSS_SPREAD * loss:
+            raise _Failure(
+                "block-loss",
+                _LOSS_SPREAD * loss,
+                abs(claimed - loss),
+                position,
+                f"the mean training loss of segment {job.segment} is {loss:.3f} nats a token, not "
+                f"{claimed:.3f}",
+            )
         return Verdict(accepted=True, check=ALL, threshold=threshold, value=value, position=where, message="")
 
-    def _replay(self, job: BlockVerifyJob, begin: BlockState) -> BlockState:
+    def _replay(self, job: BlockVerifyJob, begin: BlockState) -> tuple[BlockState, float]:
+        """The segment's end as we make it, and its mean loss."""
         spec, lease = self._spec, job.lease
         batch = spec.recipe.batch
         trainer = BlockTrainer(
@@ -246,7 +259,9 @@ class BlockJudge:
             segments(spec)[job.segment] * batch,
         )
         text = batches(self._reader.corpus, spec.sequence, places, batch, self._reader.shard)
-        return replay(trainer, begin, text)
+        trainer.restore(begin)
+        losses = trainer.train(text)
+        return trainer.state(), sum(losses) / len(losses)
 
     def _check_loss(self, start: _Start, block: int, delta: Tensors) -> None:
         after = {name: value + delta[name] for name, value in start.weights.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from coordinator_support import Coordinator, ScriptedNode, attached, coordinatin
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from barnraise.coordinator import block_belt
+from barnraise.coordinator import block_belt, publisher
 from barnraise.coordinator.block_files import DESCRIPTION, SHARDS, fetch_unit, serve_corpus, state_name
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob, corpus_folder
 from barnraise.coordinator.core import in_place
@@ -40,7 +41,7 @@ from barnraise.coordinator.workshop import LocalLearner
 from barnraise.protocol import shards
 from barnraise.protocol.corpus import corpus_digest, read_corpus
 from barnraise.protocol.envelope import open_signed, sign
-from barnraise.protocol.errors import ChildError, RefusedError, RunFolderError
+from barnraise.protocol.errors import ChildError, RefusedError, RunFolderError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger import credit_for_block
 from barnraise.protocol.ledger_file import verify_ledger_file
@@ -669,3 +670,31 @@ async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path) -
     finally:
         await learner.close()
         await verifier.close()
+
+
+async def test_a_version_of_blocks_lost_before_it_was_published_is_made_again_from_its_units(
+    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_pretrain_run(tmp_path, rounds=1, contributors=1)
+    swarm = MemorySwarm(latency_s=0.01)
+    real, held = publisher.publish, [True]
+
+    def publish(*args: Any, **named: Any) -> Any:
+        if args[3] == 1 and held[0]:
+            raise StorageError("the disk is busy")
+        return real(*args, **named)
+
+    monkeypatch.setattr(publisher, "publish", publish)
+    async with running(swarm, folder) as coordinator:
+        await until(lambda: coordinator.state()["policy_version"] == 0)
+        async with volunteer(swarm, coordinator, tmp_path, b"A") as ann, trio.open_nursery() as nursery:
+            nursery.start_soon(work, ann)
+            await until(lambda: "busy" in coordinator.state()["reason"])
+            nursery.cancel_scope.cancel()
+    before = load_file(checkpoint_folder(folder, 1) / "model-00002-of-00003.safetensors")
+    shutil.rmtree(checkpoint_folder(folder, 1))
+    held[0] = False
+    async with running(swarm, folder, seed=1) as again:
+        await until(lambda: again.state()["complete"])
+    after = load_file(checkpoint_folder(folder, 1) / "model-00002-of-00003.safetensors")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -149,6 +149,14 @@ def test_work_that_makes_text_less_likely_is_refused_by_its_loss() -> None:
     assert result.verdict.value > result.verdict.threshold
 
 
+def test_a_training_loss_that_was_not_is_refused() -> None:
+    setup = setup_of(run_folder())
+    unit = train_unit(setup, lease_for(setup))
+    pretty = Unit(unit.states, unit.delta, [loss - 1 for loss in unit.losses])
+    verdict = judged(pretty, 1, setup).verdict
+    assert (verdict.check, verdict.position) == ("block-loss", "segment 1")
+
+
 def test_files_cut_short_are_no_crash() -> None:
     setup = setup_of(run_folder())
     unit = train_unit(setup, lease_for(setup))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,8 +14,11 @@ from block_stage_support import lease_for, make_pretrain_run, setup_of, train_un
 from safetensors.torch import load_file, save_file
 
 from barnraise.coordinator import block_stage, checkpoints
+from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.block_stage import BlockStages
 from barnraise.coordinator.block_workers import Contribution, RecombineJob, RoundJob
+from barnraise.coordinator.core import in_place
+from barnraise.coordinator.learn_belt import block_job
 from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.publisher import prune, slim, version_files
 from barnraise.coordinator.workers import WorkerSetup, checkpoint_folder
@@ -216,3 +220,32 @@ def test_a_corpus_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
         BlockStages(other)
     with pytest.raises(RunFolderError, match="does not pretrain"):
         BlockStages(msgspec.structs.replace(setup, spec=msgspec.structs.replace(setup.spec, pretrain=None)))
+
+
+async def test_a_difference_that_is_gone_is_left_out_and_a_block_without_any_stops_the_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lease(block: int, slot: int) -> Any:
+        return SimpleNamespace(lease=SimpleNamespace(block=block, slot=slot))
+
+    places = [(0, 0), (0, 1), (1, 0)]
+    keys = [bytes([block, slot]) * 16 for block, slot in places]
+    work = {key: lease(*place) for key, place in zip(keys, places, strict=True)}
+    core: Any = SimpleNamespace(offload=in_place, state=SimpleNamespace(blocks=SimpleNamespace(work=work)))
+    for key in keys:
+        (tmp_path / "units" / key.hex()).mkdir(parents=True)
+        (tmp_path / "units" / key.hex() / "delta.safetensors").write_bytes(b"x")
+    formed = RoundFormed(version=1, submissions=tuple(keys), at_ms=0)
+    job = await block_job(core, formed, tmp_path)
+    assert isinstance(job, RoundJob)
+    assert [(part.block, part.slot) for part in job.contributions] == places
+    shutil.rmtree(tmp_path / "units" / keys[0].hex())
+    job = await block_job(core, formed, tmp_path)
+    assert isinstance(job, RoundJob)
+    assert [(part.block, part.slot) for part in job.contributions] == places[1:]
+    assert "goes on without it" in caplog.text
+    shutil.rmtree(tmp_path / "units" / keys[2].hex())
+    with pytest.raises(RunFolderError, match="block 1 is gone"):
+        await block_job(core, formed, tmp_path)
+    last = RoundFormed(version=3, submissions=(), at_ms=0)
+    assert await block_job(core, last, tmp_path) == RecombineJob(version=3)
