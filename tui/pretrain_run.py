@@ -158,7 +158,7 @@ def _settings(model: str, choices: Choices, then_posttrain: bool | None) -> tupl
 
     if model == pretraining.DEMO:
         choices = pretraining.demo_choices(choices)
-        return replace(choices, then_posttrain=then_posttrain is not False), presets.demo()
+        return replace(choices, then_posttrain=then_posttrain is not False), pretraining.demo_settings()
     choices = replace(choices, then_posttrain=bool(then_posttrain))
     if model in pretraining.SIZES:
         return choices, pretraining.small_settings()
