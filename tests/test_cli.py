@@ -316,6 +316,9 @@ def test_the_panel_shows_the_stages_of_pretraining():
     for words in ("block 1, 24/60", "round 2 of 2: 1+0 of 2+2 units", "4.400 cold, 4.200 adapted"):
         assert words in shown
     assert "blocks round 2 of 2" in demo_view.plain_line({**COORDINATOR, **PRETRAINING}, {"node-1": node}, 65)
+    rows = dict(overview({**COORDINATOR, **PRETRAINING}, 0.0))
+    assert rows["stage"] == "blocks round 2 of 2: 1+0 of 2+2 units accepted"
+    assert rows["recombined"] == "perplexity 4.400 cold, 4.200 adapted"
 
 
 def test_the_demos_json_has_each_stage_of_pretraining(tmp_path: Path):

@@ -187,7 +187,7 @@ def init(
     then_posttrain: bool | None = typer.Option(
         None,
         "--then-posttrain/--no-posttrain",
-        help="Pretrain: go on with rewards afterwards, --versions of them (only with 'demo').",
+        help="Pretrain: go on with rewards, --versions of them (default: with 'demo').",
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object as the last line."),
 ) -> None:

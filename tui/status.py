@@ -14,6 +14,7 @@ from barnraise.node.state import block_words
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
+from barnraise.tui.demo_view import measured_words, stage_words
 
 EXAMPLES = examples("status ./my-run", "status node-1 --json", "status     (this user's node)")
 
@@ -73,6 +74,9 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
     yield "coordinator", f"of run '{state.get('run', '?')}' ({str(state.get('run_id', ''))[:16]})"
     yield "state", _with_reason(state)
     yield "version", f"{state.get('policy_version', 0)} of {state.get('target_version', '?')}"
+    if state.get("pretrain"):
+        yield "stage", stage_words(state)
+        yield from measured_words(state)
     yield "reward", _course(state.get("rewards", []), "training rollouts")
     yield "held-out", _course(state.get("accuracy", []), "greedy policy, tasks never trained on")
     yield "submissions", _submissions(state)
