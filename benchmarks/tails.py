@@ -65,7 +65,7 @@ def chance_mean(values: Histogram, threshold: float) -> float | None:
 
 
 def chance_exponential(values: Histogram, threshold: float, step: float) -> float | None:
-    """The largest hundredth (all that reach its least value) as an exponential; None if all values are one."""
+    """The largest hundredth (all that reach its least value) as an exponential; None if all are one value."""
     if len(values) < 2:
         return None
     total = sum(values.values())
