@@ -97,7 +97,7 @@ def verdict_events(
         for voided in record.owed:
             events.append(CreditClawedBack(submission_id=voided, cause=result.submission_id, at_ms=now_ms))
         record.owed.clear()
-        ban = _ban(node, offences[node.key], f"the last by check {judged.verdict.check}", now_ms)
+        ban = ban_event(node, offences[node.key], f"the last by check {judged.verdict.check}", now_ms)
         if ban is not None and all(not isinstance(e, NodeBanned) or e.node != node.key for e in events):
             events.append(ban)
     return events
@@ -175,11 +175,12 @@ def review_events(
 def offence_events(node: Node, what: Literal["bad-signature", "wrong-signer"], now_ms: int) -> list[Event]:
     """What a forged submission (``bad-signature`` or ``wrong-signer``) makes happen."""
     noted = OffenceNoted(node=node.key, what=what, at_ms=now_ms)
-    ban = _ban(node, node.offences + 1, f"the last a submission with a {what}", now_ms)
+    ban = ban_event(node, node.offences + 1, f"the last a submission with a {what}", now_ms)
     return [noted] if ban is None else [noted, ban]
 
 
-def _ban(node: Node, offences: int, last: str, now_ms: int) -> NodeBanned | None:
+def ban_event(node: Node, offences: int, last: str, now_ms: int) -> NodeBanned | None:
+    """The ban that ``offences``, not forgiven, bring, if they are enough and none is in force."""
     if offences < BAN_AFTER or node.banned_until > now_ms:
         return None
     until = now_ms + ban_ms(node.bans)

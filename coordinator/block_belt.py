@@ -19,6 +19,7 @@ from pathlib import Path
 
 import trio
 
+from barnraise.coordinator.audit import ban_event
 from barnraise.coordinator.block_events import BlockJudged
 from barnraise.coordinator.block_files import (
     DamagedUnitError,
@@ -29,9 +30,10 @@ from barnraise.coordinator.block_files import (
     sweep_units,
     unit_files,
 )
-from barnraise.coordinator.block_fold import BlockWork
+from barnraise.coordinator.block_fold import WITHHELD, BlockWork
 from barnraise.coordinator.block_workers import DELTA_FILE, BlockResult, BlockVerifyJob, unit_folder
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.events import Event
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, either
 from barnraise.coordinator.workers import Verifier
@@ -214,7 +216,7 @@ class BlockBelt:
             "the files behind the submission's hashes were not served in time: keep the node running until "
             "the verdict, and its upload above 64 KiB/s"
         )
-        return _rejected("block-withheld", float(size), float(min(have, size)), f"segment {segment}", text)
+        return _rejected(WITHHELD, float(size), float(min(have, size)), f"segment {segment}", text)
 
     async def _judge(self, unit: _Unit, job: BlockVerifyJob) -> BlockResult:
         try:
@@ -243,10 +245,16 @@ class BlockBelt:
             blameless=verdict.check == UNVERIFIABLE,
             at_ms=core.now_ms(),
         )
-        await core.record([judged])
+        events: list[Event] = [judged]
+        item = core.state.blocks.work[key]
+        if not accepted and not judged.blameless and verdict.check != WITHHELD:
+            node = core.state.nodes[item.lease.node]
+            last = f"the last by check {verdict.check}"
+            ban = ban_event(node, node.offences + 1, last, judged.at_ms)
+            events += [] if ban is None else [ban]
+        await core.record(events)
         self.on_disk.pop(key, None)
-        item = core.state.blocks.work.get(key)
-        used = item is not None and item.status in ("accepted", "training")
+        used = item.status in ("accepted", "training")
         dispose: Callable[[Path, bytes], None] = keep_delta if used else drop_unit
         await core.offload(lambda: dispose(self.run_folder, key))
         if not accepted:

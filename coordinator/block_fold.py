@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from barnraise.coordinator.audit_fold import MAX_STRIKES, strike_pause_ms
+from barnraise.coordinator.audit_fold import MAX_OFFENCES, MAX_STRIKES, strike_pause_ms
 from barnraise.coordinator.block_events import (
     BlockEvent,
     BlockJudged,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from barnraise.coordinator.state import Node, State
 
 UNFINISHED_FREE = 3
+WITHHELD = "block-withheld"  # the check of units whose files were never served
 Status = Literal["waiting", "accepted", "rejected", "training", "used", "late"]
 SETTLED: frozenset[Status] = frozenset({"rejected", "used", "late"})
 REMEMBERED_ROUNDS = 8
@@ -198,6 +199,8 @@ def _judged(state: State, event: BlockJudged) -> None:
     state.rejections[event.verdict.check] = state.rejections.get(event.verdict.check, 0) + 1
     node.rejected += 1
     if not event.blameless:
+        if event.verdict.check != WITHHELD:  # being away is no lie
+            node.offences = min(node.offences + 1, MAX_OFFENCES)
         node.strikes = min(MAX_STRIKES, node.strikes + 1)
         node.quiet_until = event.at_ms + strike_pause_ms(node.strikes)
 

@@ -70,17 +70,17 @@ class LearnBelt:
     async def _one_version(self) -> None:
         core, pretrain = self.core, self.core.spec.pretrain
         if core.state.made < 0:
-            self.progress.learner = "evaluating" if pretrain is None else "scaffold"
+            self.progress.begin("evaluating" if pretrain is None else "scaffold")
             await self._hand_over(await self.learner.initial(), 0)
             return
         if pretrain is not None and core.state.made < model_version(pretrain):
             job = await self._round(pretrain)
             recombines = isinstance(job, RecombineJob)
-            self.progress.learner = "recombining" if recombines else "adding up the blocks"
+            self.progress.begin("recombining" if recombines else "adding up the blocks")
             await self._hand_over(await self.learner.train(job), job.version)
             return
         batch = await self._batch()
-        self.progress.learner = "training"
+        self.progress.begin("training")
         await self._hand_over(await self.learner.train(await job_of(core, batch)), batch.version)
 
     async def _round(self, pretrain: PretrainSpec) -> RoundJob | RecombineJob:
@@ -93,7 +93,7 @@ class LearnBelt:
                 return await block_job(core, formed, self.run_folder)
             changed, now = core.changed, core.now_ms()
             publishing = core.state.unpublished is not None
-            self.progress.learner = "publishing" if publishing else "collecting"
+            self.progress.begin("publishing" if publishing else "collecting")
             formed = form_round(core.state, pretrain, now)
             if formed is not None:
                 await core.record([formed])
@@ -110,7 +110,7 @@ class LearnBelt:
                 return core.state.batch
             if self.serial:
                 await self._published()
-            self.progress.learner = "collecting" if core.state.head >= 0 else "publishing"
+            self.progress.begin("collecting" if core.state.head >= 0 else "publishing")
             changed = core.changed
             formed = scheduler.form_batch(core.state, core.spec.rollout, core.now_ms())
             if formed is None:
@@ -122,7 +122,7 @@ class LearnBelt:
         if trained.version != version:
             raise ChildError(f"the learner made version {trained.version} instead of {version}")
         await self._published()  # the bound: one version trained and not published, no more
-        self.progress.learner = "publishing"
+        self.progress.begin("publishing")
         done = VersionTrained(
             version=version,
             weights=self._weights(trained),
@@ -145,7 +145,7 @@ class LearnBelt:
             changed = self.core.changed
             if self.core.state.unpublished is None:
                 return
-            self.progress.learner = "publishing"
+            self.progress.begin("publishing")
             await changed.wait()
 
 

@@ -19,6 +19,10 @@ class Progress:
     verifiers_busy: int = 0
     verifier_trouble: str = ""
 
+    def begin(self, what: str) -> None:
+        """The learner is at something else now."""
+        self.learner, self.learner_share = what, -1.0
+
     def note(self, subject: str, share: float) -> None:
         """How far the learner is with a long job."""
         self.learner, self.learner_share = subject, share

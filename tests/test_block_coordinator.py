@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from barnraise.coordinator import block_belt, publisher
 from barnraise.coordinator.block_files import DESCRIPTION, SHARDS, fetch_unit, serve_corpus, state_name
+from barnraise.coordinator.block_shapes import check_files, delta_range, read_shape, state_range
+from barnraise.coordinator.block_stage import BlockStages
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob, corpus_folder
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.corpus_files import DESCRIPTION as WRITTEN_DESCRIPTION
@@ -57,7 +59,7 @@ from barnraise.protocol.messages import (
     Receipt,
     ReceiptPush,
 )
-from barnraise.protocol.pretrain import BlockLease, BlockSubmission
+from barnraise.protocol.pretrain import BlockLease, BlockSubmission, part_name
 from barnraise.protocol.shards import ShardClient, serve_shards
 from barnraise.protocol.store import DiskStore
 
@@ -698,3 +700,36 @@ async def test_a_version_of_blocks_lost_before_it_was_published_is_made_again_fr
         await until(lambda: again.state()["complete"])
     after = load_file(checkpoint_folder(folder, 1) / "model-00002-of-00003.safetensors")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+async def test_five_lies_are_a_ban_and_being_away_is_none(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with stage(tmp_path) as (coordinator, (ann,)):
+        ann.make = lambda setup, lease: lie_unit(setup, lease, "scaled difference")
+        for number in range(5):
+            await ann.one()
+            await until(lambda number=number: len(ann.receipts()) > number)  # type: ignore[misc]
+        banned = events_of(coordinator.run.path, "NodeBanned")
+        assert [event.reason for event in banned] == ["5 submissions failed, the last by check block-delta"]
+        assert "no work until" in (await ann.scripted.lease_reply(0)).reason
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_files_of_honest_work_have_the_sizes_that_are_expected(tmp_path: Path, kind: str) -> None:
+    folder = make_pretrain_run(tmp_path, delta=kind)
+    setup = setup_of(folder)
+    BlockStages(setup).initial()
+    spec = setup.spec.pretrain
+    assert spec is not None
+    for block in (0, 1):
+        shape = read_shape(checkpoint_folder(folder, 0) / part_name(spec, block + 1))
+        lease = lease_for(setup, block=block)
+        honest = train_unit(setup, lease).submission(lease, tmp_path / "unit")
+        check_files(spec, shape, honest)
+        for least, most, size in (
+            (*state_range(shape), honest.states[0].size),
+            (*delta_range(shape, kind), honest.delta.size),
+        ):
+            assert least < size <= most < 2 * size + 10_000
+    (folder / "bad").write_bytes(b"\xff" * 100)
+    with pytest.raises(RunFolderError, match="no readable block"):
+        read_shape(folder / "bad")
