@@ -192,7 +192,8 @@ async def _prepare(ctx: Context, lease: BlockLease, version_folder: Path) -> Blo
     try:
         description = await fetch_description(ctx.network, store, spec.corpus, _description_sources(ctx))
         corpus = read_corpus(description)
-        wanted = unit_shards(spec, corpus, lease)
+        # walked turn by turn: seconds for the largest of corpora
+        wanted = await off_loop(512 * len(corpus.train), lambda: unit_shards(spec, corpus, lease))
         store.pin(owner, [spec.corpus, *wanted])
         folder = units.folder(lease.lease_id)
         shards = folder / SHARDS_FOLDER

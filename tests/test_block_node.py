@@ -177,10 +177,11 @@ async def join(
     return Volunteer(handle, engine, home, scope, identity.peer_id, ended, codes)
 
 
+@pytest.mark.parametrize("delta", ["float32", "bfloat16", "int8"])
 async def test_two_volunteers_raise_a_model_from_blocks(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, delta: str
 ) -> None:
-    async with stage(tmp_path, contributors=1) as it:
+    async with stage(tmp_path, contributors=1, delta=delta) as it:
         nodes = [await join(it, tmp_path / f"node{n}", number=n, exit_when_complete=True) for n in (1, 2)]
         await it.until(lambda: all(node.codes for node in nodes))
     assert [node.codes for node in nodes] == [[0], [0]]
@@ -188,6 +189,8 @@ async def test_two_volunteers_raise_a_model_from_blocks(
     assert sum(node.tree["accepted"] for node in nodes) == 4
     assert all(node.tree["rejected"] == 0 for node in nodes)
     assert all(node.tree["credit"] > 0 for node in nodes)
+    kept = [path for node in nodes for path in node.home.glob("runs/*/residuals/*")]
+    assert bool(kept) == (delta == "int8")
 
 
 async def test_after_the_blocks_the_same_nodes_generate(
