@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from barnraise.coordinator.folder import count_parameters, create_run, describe_model, open_run, read_spec
+from barnraise.coordinator.folder import create_run, open_run, read_spec
+from barnraise.coordinator.model_folder import count_parameters, describe_model
 from barnraise.coordinator.presets import demo, fits_a_message, generic, smollm2
 from barnraise.protocol.errors import KeyFileError, RunFolderError
 from barnraise.protocol.identity import Identity, save_identity

@@ -1,0 +1,107 @@
+"""What a run spec says of a model, read off its Hugging Face folder. Loads no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.manifest import ASSET_ALLOWANCE, WEIGHTS_FILE
+from barnraise.protocol.spec import Dtype, ModelSpec
+
+_ASSET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_ASSET_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+_NOT_ASSETS = frozenset({"state.json", "model.safetensors.index.json", "trainer_state.json"})
+_MAX_HEADER = 100 * 1024 * 1024
+
+
+def describe_model(
+    folder: Path, name: str, weights_dtype: Dtype, compute_dtype: Dtype, parameters: int | None = None
+) -> ModelSpec:
+    """Read off a Hugging Face folder what a run spec says about its model. Loads no weights.
+
+    ``parameters`` None: they are counted in the folder's safetensors file; a model that
+    is still to be trained has none.
+
+    Raises:
+        RunFolderError: a file is missing or cannot be understood.
+    """
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    vocabulary = inner.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise RunFolderError(f"{folder / 'config.json'} names no vocab_size: is it a causal language model?")
+    weights = folder / WEIGHTS_FILE
+    if parameters is None and not weights.is_file():
+        raise RunFolderError(f"{folder} has no {WEIGHTS_FILE}: save the model as one safetensors file")
+    return ModelSpec(
+        name=name,
+        parameters=count_parameters(weights) if parameters is None else parameters,
+        vocabulary=vocabulary,
+        weights_dtype=weights_dtype,
+        compute_dtype=compute_dtype,
+        eos_token=_eos_token(folder, config, inner),
+        assets=_assets(folder),
+    )
+
+
+def count_parameters(path: Path) -> int:
+    """Number of values in a safetensors file, from its header alone.
+
+    Raises:
+        RunFolderError: not a safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= _MAX_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+        return sum(prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{path} is no readable safetensors file: {error}") from None
+
+
+def _eos_token(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
+    generation = folder / "generation_config.json"
+    sources = [_read_json(generation)] if generation.is_file() else []
+    for source in (*sources, inner, config):
+        token = source.get("eos_token_id")
+        if isinstance(token, list) and token:
+            token = token[0]
+        if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+            return token
+    raise RunFolderError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def _assets(folder: Path) -> dict[str, bytes]:
+    assets: dict[str, bytes] = {}
+    total = 0
+    for path in sorted(folder.iterdir()):
+        wanted = path.suffix in _ASSET_SUFFIXES and path.name not in _NOT_ASSETS and path.is_file()
+        if not wanted or not _ASSET.fullmatch(path.name):
+            continue
+        data = path.read_bytes()
+        total += len(data)
+        assets[path.name] = hashlib.sha256(data).digest()
+    if total > ASSET_ALLOWANCE:
+        raise RunFolderError(f"the files beside the weights in {folder} have {total} bytes: too many")
+    if "tokenizer.json" not in assets:
+        raise RunFolderError(f"{folder} has no tokenizer.json: save the tokenizer there (fast format)")
+    return assets
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path} is not a JSON object")
+    return value
