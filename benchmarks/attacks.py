@@ -6,7 +6,7 @@ Real engines, real proofs, the real verifier; one thread, CPU. Per attack: ``cau
 ``of`` single submissions under the thresholds that ``run init`` writes, ``median``
 submissions until caught (null: never), the checks that found it, ``credit`` that an
 attempt earned on average (millions of useful operations); the same as ``exact_...``
-under thresholds for engines that all compute in float32, where the first missed any.
+under thresholds for engines that all compute in float32, where the first missed any (demo model).
 ``honest`` rows must show 0 caught.
 """
 
@@ -76,18 +76,18 @@ def attacks(
         stages = suite.Stages(Path(folder), model)
         for name in names:
             if name not in rows:
-                rows[name] = _row(stages, ATTACKS[name], tries, patience)
+                rows[name] = _row(stages, ATTACKS[name], tries, patience, model == "demo")
                 save()
     return rows
 
 
-def _row(stages: suite.Stages, attack: Attack, tries: int, patience: int) -> dict[str, Any]:
+def _row(stages: suite.Stages, attack: Attack, tries: int, patience: int, exact_too: bool) -> dict[str, Any]:
     stage = stages[attack.precision]
     stage.patience = patience
     tries = 1 if "patient" in attack.name else tries
     began = time.perf_counter()
     row = {"what": attack.what, "honest": attack.honest, **suite.perform(stage, attack, tries)}
-    if row["caught"] < tries and attack.precision == "float32" and not attack.honest:
+    if exact_too and row["caught"] < tries and attack.precision == "float32" and not attack.honest:
         exact = suite.perform(stages["exact"], attack, tries)
         row |= {f"exact_{key}": exact[key] for key in ("caught", "of", "median")}
     row["limits"] = attack.limits if row["caught"] < tries else ""
