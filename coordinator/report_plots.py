@@ -144,11 +144,16 @@ def _wall_clock(figure: Any, report: Report) -> None:
             color=REFUSED if unit.accepted is False else COLOURS[unit.block % len(COLOURS)],
             edgecolor="white",
         )
-    axes.set_yticks(range(len(names)), [name[:24] for name in names])
+    axes.set_yticks(range(len(names)), [_literal(name[:24]) for name in names])
     colours = [Patch(color=COLOURS[n % len(COLOURS)], label=f"block {n}") for n in range(report.blocks)]
     if any(unit.accepted is False for unit in units):
         colours.append(Patch(color=REFUSED, label="refused"))
     figure.legend(handles=colours, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+
+
+def _literal(text: str) -> str:
+    """A stranger's text as it is: between dollar signs matplotlib would read mathematics."""
+    return text.replace("\\", "/").replace("$", "\\$")
 
 
 def _rewards(figure: Any, report: Report) -> None:

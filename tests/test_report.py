@@ -18,6 +18,7 @@ from barnraise.coordinator.folder import Run, create_pretrain_run, open_run
 from barnraise.coordinator.journal import Journal, Payload, Write
 from barnraise.coordinator.report_data import collect
 from barnraise.coordinator.report_page import page
+from barnraise.coordinator.report_plots import draw
 from barnraise.coordinator.unit_notes import keep_notes
 from barnraise.kernels.demo_model import write_tokenizer
 from barnraise.protocol.envelope import content_id, sign
@@ -29,6 +30,7 @@ from tests.coordinator_support import VERIFY, make_run, settings
 from tests.spec_support import pretrain_spec
 
 ACCEPTED = accepted(384)
+NAMES = (r"$\frac{$", "<i>node</i>")  # chosen by strangers
 SEAM = {"relative_error": 0.7, "cosine": 0.6, "norm_ratio": 0.5, "cka": 0.9}
 
 
@@ -123,7 +125,7 @@ def finished(tmp_path: Path) -> Path:
     with open_run(folder) as run:
         journal = Journal(run.journal_path)
         first: list[Event] = [RunOpened(run_id=run.run_id, operator=run.spec.operator, at_ms=1)]
-        first += [NodeJoined(node=key.public_key, name=f"node-{n}", at_ms=2) for n, key in enumerate(nodes)]
+        first += [NodeJoined(node=key.public_key, name=NAMES[n], at_ms=2) for n, key in enumerate(nodes)]
         journal.commit([Write(events=[*first, *published(0, 1000)])])
         writes, submissions = [], []
         for number, (block, slot, taken) in enumerate(((0, 0, 4000), (0, 1, 6000), (1, 0, 5000))):
@@ -165,7 +167,7 @@ def test_the_numbers_add_up(finished: Path) -> None:
     assert report.rounds[0].slowest_s == 6.0
     assert report.critical_path_s == 10 + 6 + 0.5 + 10
     assert report.serial_s == 10 + (4 + 6 + 5) + 0.5 + 10
-    assert {member.name: member.units for member in report.members} == {"node-0": 2, "node-1": 1}
+    assert {member.name: member.units for member in report.members} == {NAMES[0]: 2, NAMES[1]: 1}
     assert report.absent == []
 
 
@@ -174,6 +176,7 @@ def test_the_page_stands_alone_and_escapes_what_strangers_wrote(finished: Path, 
     text = (finished / "report" / "report.html").read_text()
     assert "<b>run</b>" not in text
     assert "&lt;b&gt;run&lt;/b&gt;" in text
+    assert "<i>node" not in text
     seen: list[str] = []
 
     class Reader(HTMLParser):
@@ -238,6 +241,14 @@ def test_a_run_that_has_not_begun_says_so(tmp_path: Path) -> None:
 def test_a_run_of_rewards_alone_says_what_is_absent(tmp_path: Path, capsys: Any) -> None:
     assert command_line.main(["report", str(make_run(tmp_path)), "--out", str(tmp_path / "page")]) == 0
     assert "does not pretrain" in capsys.readouterr().out
+
+
+def test_rewards_have_a_curve_and_what_they_came_to(tmp_path: Path) -> None:
+    report = collect(make_run(tmp_path))
+    report.rewards, report.accuracy = [(1, 0.1), (2, 0.5)], [(0, 0.05), (2, 0.91)]
+    plots = draw(report, tmp_path)
+    assert list(plots) == ["rewards"]
+    assert "0.910" in page(report, plots)
 
 
 def test_no_run_folder_is_bad_use(tmp_path: Path, capsys: Any) -> None:
