@@ -313,11 +313,18 @@ def test_the_panel_shows_the_stages_of_pretraining():
         console.print(demo_view.panel({**COORDINATOR, **PRETRAINING}, {"node-1": node}, 65, 360, []))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 80
-    for words in ("block 1, 24/60", "round 2 of 2: 1+0 of 2+2 units", "4.400 cold, 4.200 adapted"):
+    for words in (
+        "blocks 1/4",
+        "block 1, 24/60",
+        "round 2 of 2: 1+0 of 2+2 units",
+        "4.400 cold, 4.200 adapted",
+    ):
         assert words in shown
     assert "blocks round 2 of 2" in demo_view.plain_line({**COORDINATOR, **PRETRAINING}, {"node-1": node}, 65)
     rows = dict(overview({**COORDINATOR, **PRETRAINING}, 0.0))
     assert rows["stage"] == "blocks round 2 of 2: 1+0 of 2+2 units accepted"
+    unknown = {"stage": "scaffold", "pretrain": {"share": -1.0, "blocks": [], "measured": []}}
+    assert demo_view.stage_words(unknown) == "scaffold"
     assert rows["recombined"] == "perplexity 4.400 cold, 4.200 adapted"
 
 

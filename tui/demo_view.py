@@ -31,6 +31,9 @@ def coordinator_doing(state: State | None) -> str:
     if state is None:
         return "starting"
     doing = str(state.get("state", "starting"))
+    if doing == "collecting" and str(state.get("stage", "")).startswith("blocks"):
+        blocks = (state.get("pretrain") or {}).get("blocks", [])
+        return f"blocks {sum(b['accepted'] for b in blocks)}/{sum(b['contributors'] for b in blocks)}"
     if doing == "collecting":
         return f"collecting {state.get('groups_usable', 0)}/{state.get('groups_wanted', '?')}"
     return doing
@@ -94,7 +97,7 @@ def stage_words(state: State) -> str:
         done = "+".join(str(block["accepted"]) for block in blocks)
         return f"{stage}: {done} of {'+'.join(str(block['contributors']) for block in blocks)} units accepted"
     share = pretrain.get("share") or 0.0
-    return f"{stage} {share:.0%}" if stage in ("scaffold", "recombining") and share else stage
+    return f"{stage} {share:.0%}" if stage in ("scaffold", "recombining") and share > 0 else stage
 
 
 def measured_words(state: State) -> list[tuple[str, str]]:
