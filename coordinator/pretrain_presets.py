@@ -270,7 +270,7 @@ def demo_choices(choices: Choices) -> Choices:
 
 
 def demo_settings() -> Settings:
-    """The demo's, with fewer versions: rewards take a pretrained model beyond 0.9 in ten or so."""
+    """The demo's, with fewer versions. Not enough where pretraining stopped short: see docs/mot.md."""
     settings = presets.demo()
     return replace(settings, rollout=msgspec.structs.replace(settings.rollout, versions=25))
 
