@@ -14,6 +14,7 @@ from barnraise.node.config import NodeConfig
 from barnraise.node.quota import MONTHS_KEPT, Quota, load_quota, month_of, save_quota
 from barnraise.node.traffic import Limits
 from barnraise.protocol.errors import RefusedError
+from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.shards import ShardClient
 from tests.test_node_daemon import EPOCH_MS, Coordinator, node
@@ -119,11 +120,16 @@ async def test_a_spent_quota_pauses_work_and_transfers_and_says_until_when(
         assert it.tree["connected"]
         assert it.tree["limits"]["monthly_used"] < 60_000  # heartbeats are all that goes on
         assert boss.network is not None
-        peer = ShardClient(boss.network, it.identity.peer_id)
         digest = next(iter(it.handle._ctx.store._places))
-        with pytest.raises(Exception, match=r"closed|reset"):
-            await peer.fetch(digest, 4096)
+        async with swarm.network(Identity.generate().peer_id) as stranger:
+            await stranger.connect(it.handle._ctx.network.addresses[0])
+            peer = ShardClient(stranger, it.identity.peer_id)
+            with pytest.raises(Exception, match=r"closed|reset"):
+                await peer.fetch(digest, 4096)
+            # the coordinator may: what it fetches is the work that it has to judge
+            assert await ShardClient(boss.network, it.identity.peer_id).fetch(digest, 4096)
 
+        peer = ShardClient(boss.network, it.identity.peer_id)
         reply = await it.handle.commands["limits"]({"monthly": 10**9})
         assert "1.00 GB a month" in reply["text"]
         await it.until(lambda tree: tree["have_version"] == 1, 30)
