@@ -143,16 +143,20 @@ class Gossiper:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self.do(self.core.start(trio.current_time(), self._known))
-                nursery.start_soon(self._keep_time)
-                nursery.start_soon(self._sweep)
-                if self._down is not None:
-                    nursery.start_soon(self._keep_to_cap, self._down)
-                for task, arguments in self._early:
-                    nursery.start_soon(task, *arguments)
-                self._early.clear()
+                try:
+                    self.do(self.core.start(trio.current_time(), self._known))
+                    nursery.start_soon(self._keep_time)
+                    nursery.start_soon(self._sweep)
+                    if self._down is not None:
+                        nursery.start_soon(self._keep_to_cap, self._down)
+                    for task, arguments in self._early:
+                        nursery.start_soon(task, *arguments)
+                    self._early.clear()
+                    await trio.sleep_forever()
+                finally:
+                    # before the nursery closes: others still call us while its tasks end
+                    self._nursery, self._over = None, True
         finally:
-            self._nursery, self._over = None, True
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LEAVE_S):
                 await self._leave()
 

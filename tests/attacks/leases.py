@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-import msgpack
+import msgspec
 from msgspec import structs
 
 from attacks.registry import attack
@@ -221,7 +221,7 @@ def _rewritten(stage: Stage, me: Identity, rewrite: object) -> Outcome:
     """Sign bytes that no encoder of ours makes: ``rewrite`` turns the unpacked message into others."""
     _, signed = stage.honest(me)
     assert callable(rewrite)
-    payload: bytes = rewrite(msgpack.unpackb(signed.payload))
+    payload: bytes = rewrite(msgspec.msgpack.decode(signed.payload))
     return stage.submit(me, _sign_bytes(me, payload))
 
 
@@ -235,7 +235,9 @@ def reward_claimed(stage: Stage, me: Identity, rng: Random) -> Outcome:
     def rewrite(fields: dict[str, object]) -> bytes:
         rollouts = fields["rollouts"]
         assert isinstance(rollouts, list)
-        packed: bytes = msgpack.packb({**fields, "rollouts": [{**r, "reward": 1.0} for r in rollouts]})
+        packed: bytes = msgspec.msgpack.encode(
+            {**fields, "rollouts": [{**r, "reward": 1.0} for r in rollouts]}
+        )
         return packed
 
     return _rewritten(stage, me, rewrite)
@@ -246,7 +248,7 @@ def version_as_a_float(stage: Stage, me: Identity, rng: Random) -> Outcome:
     def rewrite(fields: dict[str, object]) -> bytes:
         version = fields["policy_version"]
         assert isinstance(version, int)
-        packed: bytes = msgpack.packb({**fields, "policy_version": float(version)})
+        packed: bytes = msgspec.msgpack.encode({**fields, "policy_version": float(version)})
         return packed
 
     return _rewritten(stage, me, rewrite)
@@ -256,6 +258,6 @@ def version_as_a_float(stage: Stage, me: Identity, rng: Random) -> Outcome:
 def other_encoding(stage: Stage, me: Identity, rng: Random) -> Outcome:
     _, signed = stage.honest(me)
     assert stage.submit(me, signed).accepted
-    fields = msgpack.unpackb(signed.payload)
-    turned: bytes = msgpack.packb(dict(reversed(fields.items())))
+    fields = msgspec.msgpack.decode(signed.payload)
+    turned: bytes = msgspec.msgpack.encode(dict(reversed(fields.items())))
     return stage.submit(me, _sign_bytes(me, turned))
