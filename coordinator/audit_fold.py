@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the state's fold imports this module
     from barnraise.coordinator.state import Node, State, Submission
 
 MAX_STRIKES = 12
+# Giving work back is no offence; doing so again and again would be a way to choose one's tasks.
+UNFINISHED_FREE = 3
 # So many verified in a row, and what was held against a node towards a ban is forgotten.
 FORGIVEN_AFTER = 100
 MAX_OFFENCES = 1 << 20
@@ -70,7 +72,7 @@ def note_verdict(node: Node, submission: Submission, event: SubmissionJudged) ->
     if event.verdict.accepted:
         submission.credit = event.credit
         node.credit += event.credit
-        _make_good(node, event.at_ms)
+        make_good(node, event.at_ms)
         if event.verdict.check == UNAUDITED:
             record.spared(submission.submission_id, submission.unproven(event.credit))
         else:
@@ -79,16 +81,27 @@ def note_verdict(node: Node, submission: Submission, event: SubmissionJudged) ->
                 node.offences = 0
     elif not event.blameless:
         submission.ended_streak = record.failed(submission.submission_id)
-        _strike(node, event.at_ms)
+        strike(node, event.at_ms)
 
 
-def _strike(node: Node, at_ms: int) -> None:
+def strike(node: Node, at_ms: int, offence: bool = True) -> None:
+    """A mark against a node, and a longer pause; ``offence``: one towards a ban, too."""
     node.strikes = min(MAX_STRIKES, node.strikes + 1)
     node.quiet_until = at_ms + strike_pause_ms(node.strikes)
-    node.offences = min(node.offences + 1, MAX_OFFENCES)
+    if offence:
+        node.offences = min(node.offences + 1, MAX_OFFENCES)
 
 
-def _make_good(node: Node, at_ms: int) -> None:
+def note_unfinished(node: Node, at_ms: int) -> None:
+    """A lease ended without work; doing so often costs a pause."""
+    node.unfinished = min(node.unfinished + 1, UNFINISHED_FREE + MAX_STRIKES)
+    pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
+    if pause:
+        node.quiet_until = max(node.quiet_until, at_ms + pause)
+
+
+def make_good(node: Node, at_ms: int) -> None:
+    """Accepted work takes a mark away."""
     node.strikes = max(0, node.strikes - 1)
     node.quiet_until = min(node.quiet_until, at_ms + strike_pause_ms(node.strikes))
 
@@ -116,7 +129,7 @@ def apply_audit(state: State, event: AuditEvent) -> None:
             _restore(state, event)
         case OffenceNoted():
             node = _node(state, event.node)
-            _strike(node, event.at_ms)
+            strike(node, event.at_ms)
         case NodeBanned():
             _ban(state, event)
         case BanLifted():
@@ -183,7 +196,7 @@ def _decide(state: State, event: AppealDecided) -> None:
         item.ended_streak = None
         node.offences = max(0, node.offences - 1)
         node.ban_offences = max(0, node.ban_offences - 1)
-        _make_good(node, event.at_ms)
+        make_good(node, event.at_ms)
     if not verdict.accepted:
         return
     node.accepted += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from barnraise.coordinator.audit_fold import MAX_OFFENCES, MAX_STRIKES, strike_pause_ms
+from barnraise.coordinator.audit_fold import make_good, note_unfinished, strike
 from barnraise.coordinator.block_events import (
     BlockEvent,
     BlockJudged,
@@ -24,7 +24,6 @@ from barnraise.protocol.pretrain import BlockLease
 if TYPE_CHECKING:
     from barnraise.coordinator.state import Node, State
 
-UNFINISHED_FREE = 3
 WITHHELD = "block-withheld"  # the check of units whose files were never served
 Status = Literal["waiting", "accepted", "rejected", "training", "used", "late"]
 SETTLED: frozenset[Status] = frozenset({"rejected", "used", "late"})
@@ -140,11 +139,7 @@ def closed(state: State, event: LeaseClosed) -> None:
     """A block lease ended without a submission; doing so often costs a pause, as with rollouts."""
     hold = state.blocks.leases[event.lease_id]
     _close(state.blocks, hold.terms, event.reason)
-    node = state.nodes[hold.terms.node]
-    node.unfinished = min(node.unfinished + 1, UNFINISHED_FREE + MAX_STRIKES)
-    pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
-    if pause:
-        node.quiet_until = max(node.quiet_until, event.at_ms + pause)
+    note_unfinished(state.nodes[hold.terms.node], event.at_ms)
 
 
 def _close(blocks: Blocks, terms: BlockLease, why: str) -> None:
@@ -199,18 +194,14 @@ def _judged(state: State, event: BlockJudged) -> None:
     state.rejections[event.verdict.check] = state.rejections.get(event.verdict.check, 0) + 1
     node.rejected += 1
     if not event.blameless:
-        if event.verdict.check != WITHHELD:  # being away is no lie
-            node.offences = min(node.offences + 1, MAX_OFFENCES)
-        node.strikes = min(MAX_STRIKES, node.strikes + 1)
-        node.quiet_until = event.at_ms + strike_pause_ms(node.strikes)
+        strike(node, event.at_ms, offence=event.verdict.check != WITHHELD)  # being away is no lie
 
 
 def _credit(state: State, node: Node, event: BlockJudged) -> None:
     state.accepted += 1
     node.accepted += 1
     node.credit += event.credit
-    node.strikes = max(0, node.strikes - 1)
-    node.quiet_until = min(node.quiet_until, event.at_ms + strike_pause_ms(node.strikes))
+    make_good(node, event.at_ms)
 
 
 def _formed(state: State, event: RoundFormed) -> None:

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from barnraise.kernels.mot_diagnostics import seams
 from barnraise.kernels.outer import outer_step, trimmed_mean
 from barnraise.kernels.token_shards import batches
 from barnraise.protocol.corpus import sequences
+from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.pretrain import JointRecipe, part_name
 
@@ -127,7 +128,7 @@ class BlockStages(BlockReader):
         path = self.folder / IMPORTED_SCAFFOLD
         try:
             with path.open("rb") as file:
-                found = _digest(file)
+                found = file_digest(file, "sha256").digest()
             if found != digest:
                 raise RunFolderError(f"{path} is not the scaffold that the run spec names")
             tensors = load_file(path)
@@ -178,7 +179,7 @@ class BlockStages(BlockReader):
         trained = Trained(version=job.version, weights="", stats=None, accuracy=NOT_EVALUATED)
 
         def write(folder: Path) -> None:
-            _link(before / part_name(self.spec, 0), folder / part_name(self.spec, 0))
+            link_or_copy(before / part_name(self.spec, 0), folder / part_name(self.spec, 0))
             for block, state in enumerate(blocks):
                 save_tensors(_plain(state), folder / part_name(self.spec, block + 1))
             save_tensors(_plain(speed), folder / checkpoints.OUTER_FILE)
@@ -346,19 +347,6 @@ def _bytes(path: Path) -> bytes:
 
 def _plain(tensors: Tensors) -> Tensors:
     return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _digest(file: Any) -> bytes:
-    import hashlib
-
-    return hashlib.file_digest(file, "sha256").digest()
 
 
 def _thinned(losses: list[float]) -> list[float]:

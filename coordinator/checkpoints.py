@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from barnraise.coordinator.workers import Trained, checkpoint_folder
-from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.durable import link_or_copy, sync_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -62,7 +62,7 @@ def save_checkpoint(run_folder: Path, record: Record, write: Callable[[Path], No
         _remove(temporary)
         temporary.mkdir()
         for source in _assets(checkpoint_folder(run_folder, 0)):
-            _link(source, temporary / source.name)
+            link_or_copy(source, temporary / source.name)
         write(temporary)
         write_record(temporary, record)
         if final.exists():  # no state.json inside, or we would not train it: not ours, not whole
@@ -149,15 +149,6 @@ def _assets(folder: Path) -> Iterator[Path]:
         tensors = path.suffix in (".safetensors", ".bin", ".pt") or ".safetensors.index" in path.name
         if path.is_file() and not tensors and path.name != RECORD_FILE and not path.name.startswith("."):
             yield path
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
-        with target.open("rb+") as file:
-            os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

@@ -32,6 +32,7 @@ from barnraise.coordinator.block_workers import corpus_folder
 from barnraise.coordinator.model_folder import describe_model
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol import wire
+from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
 from barnraise.protocol.identity import Identity, load_identity, save_identity
@@ -219,7 +220,7 @@ def _create(
             if pretraining is not None:
                 _copy_corpus(pretraining[1], corpus_folder(part))
                 if pretraining[2] is not None:
-                    _link(pretraining[2], part / IMPORTED_SCAFFOLD)
+                    link_or_copy(pretraining[2], part / IMPORTED_SCAFFOLD)
             if folder.exists():
                 folder.rmdir()
             part.rename(folder)
@@ -250,15 +251,7 @@ def _copy_corpus(source: Path, target: Path) -> None:
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        _link(path, place)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        _sync(target)
+        link_or_copy(path, place)
 
 
 def file_digest(path: Path) -> bytes:

@@ -15,10 +15,10 @@ from typing import Literal
 
 from barnraise.coordinator import block_fold
 from barnraise.coordinator.audit_fold import (
-    MAX_STRIKES,
     apply_audit,
     check_spared,
     check_verdict,
+    note_unfinished,
     note_verdict,
     strike_pause_ms,
 )
@@ -51,8 +51,6 @@ __all__ = ["EventError", "State", "apply", "fold", "strike_pause_ms", "usable_gr
 # duplicate is recognised as one; older ones are refused as unknown leases.
 REMEMBERED_VERSIONS = 8
 DURATIONS_KEPT = 64
-# Giving work back is no offence; doing so again and again would be a way to choose one's tasks.
-UNFINISHED_FREE = 3
 
 SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale", "void"]
 SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale", "void"})
@@ -219,11 +217,7 @@ def apply(state: State, event: Event) -> None:
             lease = _open_lease(state, event.lease_id)
             _release(state, lease)
             _close_lease(state, lease, event.reason)
-            node = state.nodes[lease.terms.node]
-            node.unfinished = min(node.unfinished + 1, UNFINISHED_FREE + MAX_STRIKES)
-            pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
-            if pause:
-                node.quiet_until = max(node.quiet_until, event.at_ms + pause)
+            note_unfinished(state.nodes[lease.terms.node], event.at_ms)
         case Submitted():
             _submitted(state, event)
         case SubmissionJudged():
