@@ -178,10 +178,10 @@ def monolithic(
         model = recombine(config, grow, source.shared, list(blocks))
     else:
         model = build_model(scaffold_config(config, cut), torch.float32, seed=seed + 1000)
-    started = time.perf_counter()
+    started = time.process_time()
     trainer = JointTrainer(model, joint_schedule(world, steps, world.rate))
     losses = trainer.train(batches(world, seed, (0, 1), skip, steps))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return Done(
         path=_save(world, name, _model_tensors(model)),
         loss=evaluate(model, held_out(world)),
@@ -242,9 +242,9 @@ def block(
     )
     stream = (number, cut.blocks) if data == "disjoint" else (0, 1)
     work = batches(world, seed, stream, done, steps)
-    started = time.perf_counter()
+    started = time.process_time()
     losses = trainer.train(work)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     above = sum(inner.slice_layers[number + 1 :])
     below = sum(inner.slice_layers[:number])
     return Done(
@@ -309,9 +309,9 @@ def volunteers(
             )
             at = (turn * contributors + slot) * local_steps
             work = batches(world, seed, (number, cut.blocks), at, local_steps)
-            started = time.perf_counter()
+            started = time.process_time()
             trainer.train(work)
-            slowest = max(slowest, time.perf_counter() - started)
+            slowest = max(slowest, time.process_time() - started)
             data, residual = encode_delta(difference(trainer.state().weights, weights), kind, residuals[slot])
             if chance.random() < leaving:
                 continue
@@ -360,10 +360,10 @@ def adapt(
     # no text that a block has seen yet: the stream's end
     ahead = len(corpus_of(world.corpus).train) * (corpus_of(world.corpus).shard_tokens // world.sequence)
     work = batches(world, seed + 500, (0, 1), ahead // world.batch // 2, steps)
-    started = time.perf_counter()
+    started = time.process_time()
     trainer = JointTrainer(model, joint_schedule(world, steps, rate))
     losses = trainer.train(work)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     if reference is not None:
         extra["seams_adapted"] = [vars(seam) for seam in seams(model, reference, cut, data[:2])]
     extra["curve"] = losses[:: max(1, steps // 64)]
@@ -390,9 +390,9 @@ def no_scaffold(
         config, inner, Scaffold(frame.shared, ({},)), 0, recipe(world, steps), start_state(state), 0
     )
     work = batches(world, seed, (number, cut.blocks), 0, steps)
-    started = time.perf_counter()
+    started = time.process_time()
     trainer.train(work)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return Done(
         path=_save(world, name, trainer.state().weights),
         loss=trainer.evaluate(held_out(world)),
