@@ -32,6 +32,7 @@ from barnraise.node.model import (
     FetchDone,
     FetchFailed,
     FetchStopped,
+    FreeEngine,
     Generate,
     GiveBack,
     Granted,
@@ -83,7 +84,7 @@ def apply(state: State, event: Event, now: float) -> State:
 def step(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     """Decide what to start or stop now; call again after every event and at ``next_wake``."""
     actions: list[Action] = []
-    for rule in (_resume, _halt, _end, _connect, _give_back, _upload, _download, _work):
+    for rule in (_resume, _halt, _free, _end, _connect, _give_back, _upload, _download, _work):
         if state.stopped is not None:
             break
         state, action = rule(state, now)
@@ -274,6 +275,9 @@ def _halt(state: State, now: float) -> tuple[State, Action | None]:
     unit = state.unit
     expired = unit is not None and now >= unit.deadline
     reason = {"pause": "paused", "leave": "the node is leaving"}.get(state.mode)
+    if reason is None and state.suspended is not None:
+        reason = "suspended by the machine's rules"  # which of them is nobody else's business
+    rests = reason is not None and state.mode != "leave"
     if reason is None and state.complete and state.unit is not None:
         reason = "the run is complete"
     if reason is None and unit is not None and unit.is_block and not state.in_blocks:
@@ -285,11 +289,21 @@ def _halt(state: State, now: float) -> tuple[State, Action | None]:
         state = replace(state, unit=None)
     assert reason is not None
     was = state.engine
-    if not (state.mode == "pause" and unit is not None and unit.is_block):  # which goes on after a pause
+    if not (rests and unit is not None and unit.is_block):  # which goes on afterwards
         state = _surrender(state, reason)
-    if was in ("generating", "training") or (was == "loading" and state.mode in ("pause", "leave")):
+    if was in ("generating", "training") or (was == "loading" and (rests or state.mode == "leave")):
         return replace(state, engine="stopping"), StopEngine(reason)
     return state, None
+
+
+def _free(state: State, now: float) -> tuple[State, Action | None]:
+    """Give the memory of an engine that rests back to the machine."""
+    wanted = state.suspended is not None and state.suspended.free
+    if not wanted or state.engine != "idle" or not state.engine_used or state.mode == "leave":
+        return state, None
+    assert state.suspended is not None
+    state = replace(state, engine="stopping", engine_used=False, loaded=-1)
+    return state, FreeEngine(state.suspended.reason)
 
 
 def _end(state: State, now: float) -> tuple[State, Action | None]:
@@ -336,7 +350,7 @@ def _upload(state: State, now: float) -> tuple[State, Action | None]:
 
 def _download(state: State, now: float) -> tuple[State, Action | None]:
     """Fetch the newest version, never one in between; a pause stops it."""
-    halted = state.mode in ("pause", "leave") or state.held is not None
+    halted = state.mode in ("pause", "leave") or not state.may_transfer
     if state.fetching is not None:
         if (halted or state.fetch_renew) and not state.fetch_stopping:
             return replace(state, fetch_stopping=True), StopFetch()
@@ -349,14 +363,15 @@ def _download(state: State, now: float) -> tuple[State, Action | None]:
 
 def _work(state: State, now: float) -> tuple[State, Action | None]:
     """The engine's next task; versions are swapped between units only."""
-    if state.engine != "idle" or now < state.engine_retry.at:
+    resting = state.mode == "pause" or state.suspended is not None
+    if resting or state.engine != "idle" or now < state.engine_retry.at:
         return state, None
     unit = state.unit
     if unit is not None and unit.is_block:
-        return (state, None) if state.mode == "pause" else (replace(state, engine="training"), Train(unit))
+        return replace(state, engine="training", engine_used=True), Train(unit)
     if unit is not None:
         if state.loaded == unit.version:
-            return replace(state, engine="generating"), Generate(unit, state.shrink)
+            return replace(state, engine="generating", engine_used=True), Generate(unit, state.shrink)
         return _loading(state, unit.version)
     if not state.wants_work or state.asking:
         return state, None
@@ -369,7 +384,7 @@ def _work(state: State, now: float) -> tuple[State, Action | None]:
 
 
 def _loading(state: State, version: int) -> tuple[State, Action | None]:
-    return replace(state, engine="loading", engine_target=version), Load(version)
+    return replace(state, engine="loading", engine_target=version, engine_used=True), Load(version)
 
 
 # --- saying what goes on

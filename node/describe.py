@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from barnraise.node.clock import duration
-from barnraise.node.model import Activity, State
+from barnraise.node.model import Activity, Held, State
 
 
 def describe(state: State) -> Activity:
@@ -24,6 +24,8 @@ def describe(state: State) -> Activity:
         kept = "; its unit is kept and goes on afterwards" if state.unit is not None else ""
         return Activity("paused", f"paused by command{kept}", until=until, then="resumes" if until else "")
     last = "; the last unit, then the node stops" if state.mode == "finish" else ""
+    if state.suspended is not None:
+        return _held(state.suspended, state, last)
     if state.engine == "training" and state.unit is not None:
         unit = state.unit
         again = " (second try)" if unit.attempt else ""
@@ -45,11 +47,16 @@ def describe(state: State) -> Activity:
             "loading", "about to start the unit", until=state.unit.deadline, then="the lease expires"
         )
     if state.held is not None and state.mode != "finish":
-        then = "resumes" if state.held.until is not None else ""
-        return Activity("paused", state.held.reason, until=state.held.until, then=then)
+        return _held(state.held, state)
     if state.complete:
         return _complete(state)
     return _wait(state, last)
+
+
+def _held(held: Held, state: State, last: str = "") -> Activity:
+    kept = f"; its unit is kept and goes on afterwards{last}" if state.unit is not None else ""
+    then = "resumes" if held.until is not None else ""
+    return Activity("paused", f"{held.reason}{kept}", until=held.until, then=then)
 
 
 def _complete(state: State) -> Activity:

@@ -222,13 +222,19 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """No new work and no transfers until ``until``, because of ``reason``; ``""``: they may go on.
+    """No new work until ``until``, because of ``reason``; ``""``: it may go on.
 
-    The unit at work is finished and delivered.
+    ``stop``: the engine stops at once: a unit of rollouts goes back, a block unit is kept and
+    goes on afterwards; otherwise the unit at work is finished. What is finished is delivered
+    in any case. ``transfers``: versions are fetched and served all the same. ``free``: the
+    engine's memory is wanted back, too.
     """
 
     reason: str
     until: float | None = None
+    stop: bool = False
+    transfers: bool = False
+    free: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +337,13 @@ class StopEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeEngine:
+    """End the engine's process, which is idle; answered like ``StopEngine``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Upload:
     submission_id: bytes
 
@@ -347,7 +360,20 @@ class Stop:
     reason: str
 
 
-Action = Connect | Fetch | StopFetch | Load | Ask | Generate | Train | StopEngine | Upload | GiveBack | Stop
+Action = (
+    Connect
+    | Fetch
+    | StopFetch
+    | Load
+    | Ask
+    | Generate
+    | Train
+    | StopEngine
+    | FreeEngine
+    | Upload
+    | GiveBack
+    | Stop
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +412,7 @@ class State:
     mode: Mode = "run"
     pause_until: float | None = None
     held: Held | None = None
+    engine_used: bool = False  # since it was freed last
     stop_by: float | None = None
     stopped: Stop | None = None
     activity: Activity = Activity("starting", "starting")
@@ -410,6 +437,16 @@ class State:
         """Whether ``ready`` is too old for work to be asked for at it."""
         crossed = self.ready <= self.last_block < self.head
         return crossed or self.head - self.ready > (0 if self.in_blocks else self.max_lag)
+
+    @property
+    def suspended(self) -> Held | None:
+        """The hold under which the engine must not work."""
+        return self.held if self.held is not None and self.held.stop else None
+
+    @property
+    def may_transfer(self) -> bool:
+        """Whether versions may be fetched and served."""
+        return self.held is None or self.held.transfers
 
     @property
     def wants_work(self) -> bool:

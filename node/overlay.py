@@ -102,11 +102,11 @@ async def take_part(ctx: Context) -> None:
         nursery.start_soon(gossiper.run)
         nursery.start_soon(_remember, ctx, gossiper)
         while True:
-            slots = 0 if ctx.state.held is not None else ctx.limits.up.streams(most)
+            slots = 0 if not ctx.state.may_transfer else ctx.limits.up.streams(most)
             if slots != now:
                 now = slots
                 gossiper.serve(slots)
-            if slots == 0 and ctx.prefetch is not None and ctx.state.held is not None:
+            if slots == 0 and ctx.prefetch is not None and not ctx.state.may_transfer:
                 ctx.prefetch.stop()
             await trio.sleep(_LOOK_S)
 
@@ -114,7 +114,7 @@ async def take_part(ctx: Context) -> None:
 def _idle(ctx: Context) -> bool:
     """Whether the node may fetch a version ahead: not held up, nothing to fetch, no narrow cap."""
     cap = ctx.limits.down.rate
-    free = ctx.state.held is None and ctx.state.fetching is None and ctx.state.fetched >= ctx.state.head
+    free = ctx.state.may_transfer and ctx.state.fetching is None and ctx.state.fetched >= ctx.state.head
     return free and (cap is None or cap >= LEAST_CAP)
 
 

@@ -26,6 +26,7 @@ from barnraise.node.model import (
     FetchDone,
     FetchFailed,
     FetchStopped,
+    FreeEngine,
     Generate,
     GiveBack,
     Granted,
@@ -91,8 +92,9 @@ class World:
             self.stop = action
             return
         assert not self.of(type(action)), f"two at once: {action}"
-        if isinstance(action, Generate | Train | Load):
-            assert not self.of(Generate, Train, Load), "the engine got two tasks"
+        if isinstance(action, Generate | Train | Load | FreeEngine):
+            assert not self.of(Generate, Train, Load, FreeEngine), "the engine got two tasks"
+            assert self.state.suspended is None or isinstance(action, FreeEngine)
         self.running.append(action)
 
     def of(self, *types: type[Action]) -> list[Action]:
@@ -110,14 +112,16 @@ class World:
         if self.stop is not None:
             return
         at_work = state.engine in ("generating", "training", "stopping", "loading")
-        assert at_work == bool(self.of(Generate, Train, Load))
+        assert at_work == bool(self.of(Generate, Train, Load, FreeEngine))
         assert len(set(state.pending)) == len(state.pending)
         assert len(state.pending) <= core.MAX_PENDING + 1 + 2  # two may come from an earlier process
         assert (state.link == "trying") <= bool(self.of(Connect))
 
     def check_rest(self) -> None:
         """With nothing under way, something must be due, or a person must be told whom to wait for."""
-        if self.stop is not None or self.of(Ask, Fetch, Generate, Train, Load, Upload, GiveBack, Connect):
+        if self.stop is not None or self.of(
+            Ask, Fetch, Generate, Train, Load, FreeEngine, Upload, GiveBack, Connect
+        ):
             return
         due = core.next_wake(self.state, self.now)
         waits = self.state.complete or self.state.head < 0 or self.state.held is not None
@@ -177,6 +181,8 @@ def answers(world: World, action: Action) -> list[Event]:
                 UnitDelayed("nobody has the corpus", jitter),
                 UnitUnusable("disk full", jitter),
             ]
+        case FreeEngine():
+            return [EngineStopped(alive=False)]
         case Upload(submission_id):
             return [
                 Uploaded(submission_id, True),
@@ -186,6 +192,14 @@ def answers(world: World, action: Action) -> list[Event]:
         case GiveBack(lease_id):
             return [Returned(lease_id, True), Returned(lease_id, False)]
     raise AssertionError(action)
+
+
+def held(world: World, choice: int) -> Held:
+    """A hold of one kind or another, or its end."""
+    if world.state.held is not None and choice % 3 == 0:
+        return Held("")
+    until = world.now + 50.0 if choice % 2 else None
+    return Held("you are here", until, bool(choice & 2), bool(choice & 4), bool(choice & 8))
 
 
 CHOICE = st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99))
@@ -211,7 +225,7 @@ def test_no_order_of_events_starts_two_things_or_leaves_a_wait_without_a_reason(
             options = answers(world, action)
             world.state = core.apply(world.state, options[b % len(options)], world.now)
         elif kind == 6 and b % 5 == 0:
-            world.feed(Held("" if world.state.held else "the quota is spent", world.now + 50.0))
+            world.feed(held(world, a))
         elif kind == 6:
             world.now += (0.1, 1.0, 10.0, 100.0)[a % 4]
         elif kind == 7:
@@ -241,12 +255,15 @@ def test_after_any_trouble_a_healthy_world_gets_work_again(
             world.state = core.apply(world.state, options[b % len(options)], world.now)
         elif kind == 7:
             world.now += 1.0 + a
+        elif kind == 8 and a % 3 == 0:
+            world.feed(held(world, b))
         elif kind == 8:
             world.feed(Command("pause" if a % 2 else "run"))
         elif world.state.link == "up":
             world.feed(LinkLost("reset", 0.3))
         world.step()
     world.feed(Command("run"))
+    world.feed(Held(""))
     world.feed(HeadSeen(max(0, world.state.head)))
     before = world.submissions
     for _ in range(300):
@@ -359,6 +376,38 @@ def test_a_hold_lets_the_unit_finish_and_takes_no_more_until_it_ends() -> None:
     assert last(world, HeadSeen(1)) == []
     assert (world.state.activity.name, world.state.activity.until) == ("paused", 60.0)
     assert set(last(world, Held(""))) == {Fetch(1), Ask(0)}
+
+
+def test_r14_a_suspension_gives_a_unit_of_rollouts_back_at_once_and_tells_nobody_why() -> None:
+    world = working()
+    actions = last(world, Held("solitaire is running", until=60.0, stop=True))
+    said = "suspended by the machine's rules"
+    assert actions == [StopEngine(said), GiveBack(unit(1).lease_id, said)]
+    last(world, EngineStopped(alive=True), Generate)
+    last(world, Returned(unit(1).lease_id, True), GiveBack)
+    activity = world.state.activity
+    assert (activity.name, activity.reason, activity.until) == ("paused", "solitaire is running", 60.0)
+    assert last(world, HeadSeen(1)) == []  # nothing is fetched either
+    assert set(last(world, Held(""))) == {Fetch(1), Ask(0)}
+
+
+def test_r14_a_suspension_of_the_engine_alone_lets_versions_pass() -> None:
+    world = working()
+    last(world, Held("the GPU is hot", stop=True, transfers=True))
+    last(world, EngineStopped(alive=True), Generate)
+    last(world, Returned(unit(1).lease_id, True), GiveBack)
+    assert last(world, HeadSeen(1)) == [Fetch(1)]
+    assert last(world, FetchDone(1), Fetch) == []  # but not into the engine
+    assert last(world, Held("")) == [Load(1)]
+
+
+def test_r14_memory_that_is_wanted_back_ends_the_engine_once_it_rests() -> None:
+    world = working()
+    last(world, Held("memory is short", stop=True, free=True))
+    assert last(world, EngineStopped(alive=True), Generate) == [FreeEngine("memory is short")]
+    last(world, Returned(unit(1).lease_id, True), GiveBack)
+    assert last(world, EngineStopped(alive=False), FreeEngine) == []
+    assert last(world, Held("")) == [Load(0)]
 
 
 def test_finish_completes_the_unit_and_its_upload_then_stops() -> None:
