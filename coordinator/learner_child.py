@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from barnraise.coordinator.block_workers import RecombineJob, RoundJob, StageProgress
 from barnraise.coordinator.workers import Report, Trained, TrainJob, WorkerSetup
-from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
+from barnraise.protocol.child import Child, ChildOutOfMemoryError
+from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from barnraise.coordinator.scoring_child import (
     ScorerSetup,
     guarded,
 )
-from barnraise.protocol.child import MAX_PIPE_FRAME, PIPE_HEADER, PipeFrame
+from barnraise.protocol.child_frames import MAX_PIPE_FRAME, PIPE_HEADER, PipeFrame
 from barnraise.protocol.environments import Environment, Task
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.spec import EnvironmentSpec

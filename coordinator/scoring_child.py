@@ -10,7 +10,7 @@ import logging
 
 from msgspec import Struct
 
-from barnraise.protocol.child import Send, serve
+from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.environments import Environment, Task, build_environment
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.limits import bounded

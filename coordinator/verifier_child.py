@@ -17,7 +17,8 @@ from msgspec import Struct
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.patience import FLOOR_S, Patience, StalledError, block_allowance, stalled
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
-from barnraise.protocol.child import Child, Send, serve
+from barnraise.protocol.child import Child
+from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class ChildVerifier:
         """Ask once; a child that is at a batch or a unit for far too long is ended."""
         child = await self._started()
         if isinstance(request, BlockVerifyJob):
-            allowed = block_allowance(self._setup.spec, request.segment)
+            allowed = block_allowance(self._setup.spec, request.segments)
             with trio.move_on_after(allowed):
                 return await child.request(request, reply)
             await child.kill()

@@ -8,6 +8,7 @@ child that was killed is started afresh, with its version loaded again where tha
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -18,13 +19,17 @@ import trio
 from msgspec import Struct
 
 from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
-from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
-from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
+from barnraise.node.engine import EngineInfo, EngineLimits, Generated, OutOfMemory, Progress, Work
+from barnraise.protocol.child import Child, ChildOutOfMemoryError
+from barnraise.protocol.child_serve import Send, serve
+from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.spec import RunSpec
 
-STOP_S = 2.0
+STOP_S = 1.4
 """A cancelled engine that is still busy after this long is killed."""
+BEAT_S = 1.0
+NICE = 10
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True, tag=True):
@@ -65,7 +70,7 @@ class NoMemory(Struct, frozen=True, kw_only=True, tag=True):
     text: str
 
 
-Request = LoadRequest | GenerateRequest | TrainRequest | Ping
+Request = LoadRequest | GenerateRequest | TrainRequest | Ping | EngineLimits
 
 
 class ChildEngine:
@@ -74,19 +79,28 @@ class ChildEngine:
     After a death the next call starts another.
     """
 
-    def __init__(self, threads: int = 0, log: Path | None = None, device: str = "") -> None:
+    def __init__(
+        self,
+        threads: int = 0,
+        log: Path | None = None,
+        device: str = "",
+        patience: Patience = Patience(),
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             threads: torch's threads in the child; 0 means half of the cores.
             log: file for the child's messages; None shares ours.
             device: a torch device; empty means the accelerator if there is one, else the CPU.
+            patience: with a child that hangs; it is killed, and the next call starts another.
         """
         self._threads = threads
         self._log = log
         self._device = device
+        self._patience = patience
         self._child: Child | None = None
         self._last: LoadRequest | None = None  # what the node believes to be loaded
+        self._limits: EngineLimits | None = None
 
     @property
     def pid(self) -> int | None:
@@ -97,7 +111,12 @@ class ChildEngine:
         """See ``Engine.load``. Running out of memory here is a ``ChildError`` that says so."""
         self._last = None
         request = LoadRequest(spec=spec, folder=str(folder), version=version)
-        info = await self._load(await self._running(), request)
+        child = await self._running()
+        try:
+            info = await self._load(child, request)
+        except trio.Cancelled:
+            await self._settle(child)
+            raise
         self._last = request
         return info
 
@@ -127,7 +146,9 @@ class ChildEngine:
     ) -> Any:
         child = await self._running()
         try:
-            reply = await child.request(request, reply_type | NoMemory, progress, events=events)
+            reply = await child.request(
+                request, reply_type | NoMemory, progress, events=events, patience=self._patience
+            )
         except trio.Cancelled:
             await self._settle(child)
             raise
@@ -141,6 +162,13 @@ class ChildEngine:
             raise OutOfMemory(reply.text)
         return reply
 
+    async def limit(self, limits: EngineLimits) -> None:
+        """See ``LimitedEngine.limit``; the child takes it up before its next step, or when it starts."""
+        self._limits = limits
+        if self._child is not None and self._child.alive:
+            with contextlib.suppress(ChildError):
+                await self._child.tell(limits)
+
     async def close(self) -> None:
         """See ``Engine.close``."""
         child, self._child, self._last = self._child, None, None
@@ -151,15 +179,21 @@ class ChildEngine:
         if self._child is None or not self._child.alive:
             if self._child is not None:
                 await self._child.kill()
-            argv = [sys.executable, "-m", "barnraise.node.engine_child", "--threads", str(self._threads)]
+            threads = self._threads if self._limits is None else self._limits.threads
+            argv = [sys.executable, "-m", "barnraise.node.engine_child", "--threads", str(threads)]
+            argv += ["--beat", str(BEAT_S)]
             if self._device:
                 argv += ["--device", self._device]
-            environment = {"OMP_NUM_THREADS": str(self._threads)} if self._threads else None
+            environment = {"OMP_NUM_THREADS": str(threads)} if threads else None
             self._child = await Child.start(argv, name="engine", log=self._log, env=environment)
+            if self._limits is not None:
+                await self._child.tell(self._limits)
         return self._child
 
     async def _load(self, child: Child, request: LoadRequest) -> EngineInfo:
-        reply: EngineInfo | NoMemory = await child.request(request, EngineInfo | NoMemory)
+        reply: EngineInfo | NoMemory = await child.request(
+            request, EngineInfo | NoMemory, patience=self._patience
+        )
         if isinstance(reply, NoMemory):
             await child.kill()
             raise ChildError(f"the engine ran out of memory loading version {request.version}: {reply.text}")
@@ -179,32 +213,50 @@ def main() -> NoReturn:
     parser = ArgumentParser(prog="barnraise.node.engine_child")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="")
+    parser.add_argument("--beat", type=float, default=0.0)
     options = parser.parse_args()
 
     import psutil
     import torch
 
+    from barnraise.node.engine_limits import Limiter
     from barnraise.node.torch_engine import BlockUnits, Generator
 
+    _be_last()
     torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
     generator = Generator(options.device or None)
     units = BlockUnits(options.device or None)
+    limiter = Limiter(generator.device)
 
     def handle(request: Request, send: Send) -> EngineInfo | Generated | BlockTrained | NoMemory | Pong:
+        def stopped() -> bool:
+            limiter.apply()
+            return send.cancelled()
+
+        limiter.apply()
         try:
             match request:
                 case LoadRequest(spec=spec, folder=folder, version=version):
                     return generator.load(spec, Path(folder), version)
                 case GenerateRequest(work=work):
-                    return generator.generate(work, send, send.cancelled)
+                    return generator.generate(work, send, stopped)
                 case TrainRequest(spec=spec, work=work):
-                    return units.train(spec, work, send, send.cancelled)
-                case Ping():
+                    return units.train(spec, work, send, stopped)
+                case Ping() | EngineLimits():
                     return Pong()
         except OutOfMemory as error:
             return NoMemory(text=str(error))
 
-    serve(handle, Request)
+    serve(handle, Request, options.beat, limiter.want)
+
+
+def _be_last() -> None:
+    """Take only the processor time that nobody else on the machine wants."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(NICE)
+    # Linux may weigh sessions rather than processes, and this one has a session of its own.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "r+") as file:
+        file.write(str(NICE))
 
 
 if __name__ == "__main__":

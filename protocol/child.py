@@ -1,30 +1,21 @@
-"""Frames over a child process's pipes: how a daemon talks to its engine, verifier or learner.
+"""A child process over pipes, the parent's side: how a daemon talks to its engine, verifier or learner.
 
 The parent (trio, torch-free) owns a ``Child``; the child's main thread calls
-``serve``. Bodies are msgspec structs of a closed union that both sides import; a
-frame is one byte of kind, eight bytes of request number, four bytes of length (all
-big-endian) and the MessagePack body.
+``barnraise.protocol.child_serve.serve``. Bodies are msgspec structs of a closed union that
+both sides import; ``barnraise.protocol.child_frames`` has the frames.
 
 Why a process: an out-of-memory or a crash in a model must never take the daemon
-along (R5), and the daemon's event loop must never wait for torch. The child dies
-with its parent: a reader thread ends it on end-of-file of stdin, and on Linux the
-kernel does (PR_SET_PDEATHSIG). SIGINT is ignored by children: the parent decides.
+along (R5), and the daemon's event loop must never wait for torch. A child that hangs is
+killed where the request has a ``Patience`` (``barnraise.protocol.child_watch``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import enum
 import fcntl
 import os
-import queue
 import signal
-import struct
 import subprocess
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -32,32 +23,19 @@ from typing import Any, NoReturn, TypeVar, overload
 import msgspec
 import trio
 
-from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.child_frames import BEAT_BODY, MAX_PIPE_FRAME, PIPE_BYTES, PIPE_HEADER, PipeFrame
+from barnraise.protocol.child_watch import ChildHungError, Patience, Watch, vitals
+from barnraise.protocol.errors import ChildError
+from barnraise.protocol.oom import oom_kills
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-MAX_PIPE_FRAME = 1024 * 1024 * 1024
 
-_HEADER = struct.Struct(">BQI")
-_REQUEST, _CANCEL, _EVENT, _REPLY, _ERROR, _FATAL, _MEMORY = range(1, 8)
-PIPE_HEADER = _HEADER  # for parents without an event loop, which speak the frames themselves
-_PIPE_BYTES = 1024 * 1024
 _WRITE_TIMEOUT_S = 60.0  # the child's reader thread always reads; longer means that it is stopped
-_PR_SET_PDEATHSIG = 1
-_OOM_SCORE = 800  # of 1000: before nearly everything else on the machine
-
-
-class PipeFrame(enum.IntEnum):
-    """Kinds of frames, as in the header's first byte."""
-
-    REQUEST, CANCEL, EVENT = _REQUEST, _CANCEL, _EVENT
-    REPLY, ERROR, FATAL, MEMORY = _REPLY, _ERROR, _FATAL, _MEMORY
+_KILL_S = 10.0  # what is stuck in a driver outlives SIGKILL; nobody waits for it longer
 
 
 class ChildOutOfMemoryError(ChildError):
     """The child ran out of memory and is gone."""
-
-
-# --- the parent's side
 
 
 class Child:
@@ -80,13 +58,14 @@ class Child:
         process.stdin.close()
         process.stdout.close()
         self._turn = trio.Lock()
+        self._sending = trio.Lock()
         self._number = 0
         self._header = bytearray()
         self._body: bytearray | None = None
         self._have = 0
         self._death = ""
         self._no_memory = False
-        self._oom_kills = _oom_kills()
+        self._oom_kills = oom_kills()
 
     @classmethod
     async def start(
@@ -144,6 +123,7 @@ class Child:
         on_event: Callable[[Any], None] | None = None,
         *,
         events: Any = None,
+        patience: Patience | None = None,
     ) -> Reply: ...
     @overload
     async def request(
@@ -153,6 +133,7 @@ class Child:
         on_event: Callable[[Any], None] | None = None,
         *,
         events: Any = None,
+        patience: Patience | None = None,
     ) -> Any: ...
     async def request(
         self,
@@ -161,6 +142,7 @@ class Child:
         on_event: Callable[[Any], None] | None = None,
         *,
         events: Any = None,
+        patience: Patience | None = None,
     ) -> Any:
         """Send ``message`` and return the child's reply, after any number of events.
 
@@ -171,9 +153,12 @@ class Child:
             reply: the expected struct type, or a union of tagged ones.
             on_event: called with every event, in this task; events are dropped if None.
             events: the type (or union) of events; default: ``reply``.
+            patience: kill a child that hangs over this request; None waits for ever. The child has to
+                beat (``serve``).
 
         Raises:
             ChildOutOfMemoryError: the child ran out of memory; it is gone.
+            ChildHungError: it hung, and was killed; the text says how that showed.
             ChildError: the child refused (it lives: see ``alive``), or died; the text says why.
         """
         body = msgspec.msgpack.encode(message)
@@ -186,34 +171,45 @@ class Child:
         async with self._turn:
             self._number += 1
             number = self._number
-            await self._send(_REQUEST, number, body)
+            await self._send(PipeFrame.REQUEST, number, body)
             del body
+            watch = None if patience is None else Watch(patience, trio.current_time())
             try:
                 while True:
-                    kind, about, data = await self._receive()
-                    if kind in (_FATAL, _MEMORY):
-                        self._no_memory = kind == _MEMORY
+                    kind, about, data = await self._watched(patience, watch)
+                    if kind == PipeFrame.BEAT:
+                        continue
+                    if kind in (PipeFrame.FATAL, PipeFrame.MEMORY):
+                        self._no_memory = kind == PipeFrame.MEMORY
                         await self._bury(_text(data))
                     if about != number:
                         continue  # about a request that was cancelled
                     try:
-                        if kind == _EVENT:
+                        if kind == PipeFrame.EVENT:
                             if on_event is not None:
                                 on_event(event_decoder.decode(data))
                             continue
-                        if kind == _REPLY:
+                        if kind == PipeFrame.REPLY:
                             return reply_decoder.decode(data)
                     except (msgspec.MsgspecError, UnicodeError) as error:
                         await self.kill()
                         raise ChildError(f"{self.name} sent something unexpected: {error}") from error
-                    if kind == _ERROR:
+                    if kind == PipeFrame.ERROR:
                         raise ChildError(_text(data))
                     await self.kill()
                     raise ChildError(f"{self.name} sent a frame of unknown kind {kind}")
             except trio.Cancelled:
                 with trio.CancelScope(shield=True), contextlib.suppress(ChildError):
-                    await self._send(_CANCEL, number, b"")
+                    await self._send(PipeFrame.CANCEL, number, b"")
                 raise
+
+    async def tell(self, message: msgspec.Struct) -> None:
+        """Send ``message`` beside whatever is at work; nothing comes back (``serve``'s ``on_note``).
+
+        Raises:
+            ChildError: the child is gone.
+        """
+        await self._send(PipeFrame.NOTE, 0, msgspec.msgpack.encode(message))
 
     async def wait(self) -> str:
         """Wait until the process has ended and return the reason as text."""
@@ -234,7 +230,8 @@ class Child:
             if self._process.poll() is None:
                 self._death = self._death or f"{self.name} was stopped"
                 self._process.kill()
-            await self._reap()
+            with trio.move_on_after(_KILL_S):
+                await self._reap()
             await self._stdin.aclose()
             await self._stdout.aclose()
 
@@ -244,34 +241,53 @@ class Child:
         # Shielded: half a frame would be worse than a late cancellation, and the child always reads.
         with trio.CancelScope(shield=True), trio.move_on_after(_WRITE_TIMEOUT_S) as scope:
             try:
-                await self._stdin.send_all(_HEADER.pack(kind, number, len(body)))
-                await self._stdin.send_all(body)
+                async with self._sending:
+                    await self._stdin.send_all(PIPE_HEADER.pack(kind, number, len(body)))
+                    await self._stdin.send_all(body)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # dead: its last words, or end-of-file, are found by reading
         if scope.cancelled_caught:
             await self.kill()
             raise ChildError(f"{self.name} read nothing for {_WRITE_TIMEOUT_S:.0f} s and was stopped")
 
+    async def _watched(self, patience: Patience | None, watch: Watch | None) -> tuple[int, int, memoryview]:
+        """The next frame, unless the child hangs."""
+        while patience is not None and watch is not None:
+            with trio.move_on_after(patience.look_s):
+                kind, about, data = await self._receive()  # cancelled, it loses nothing
+                if kind != PipeFrame.BEAT:
+                    watch.heard(trio.current_time())
+                elif len(data) == BEAT_BODY.size:
+                    watch.beat(BEAT_BODY.unpack(data)[0], trio.current_time())
+                if not watch.due(trio.current_time()) or kind != PipeFrame.BEAT:
+                    return kind, about, data
+            hung = watch.look(vitals(self.pid), trio.current_time())
+            if hung:
+                self._death = f"{self.name} hung and was ended: {hung}"
+                await self.kill()
+                raise ChildHungError(self._death)
+        return await self._receive()
+
     async def _receive(self) -> tuple[int, int, memoryview]:
         # All state is in self: a cancelled read loses nothing.
         while True:
             if self._body is None:
-                missing = _HEADER.size - len(self._header)
+                missing = PIPE_HEADER.size - len(self._header)
                 if missing:
                     self._header += await self._read(missing)
                     continue
-                kind, number, length = _HEADER.unpack(self._header)
+                kind, number, length = PIPE_HEADER.unpack(self._header)
                 if length > MAX_PIPE_FRAME:
                     await self.kill()
                     raise ChildError(f"{self.name} sent a frame of {length} bytes, over {MAX_PIPE_FRAME}")
                 self._body = bytearray(length)
                 self._have = 0
             if self._have < len(self._body):
-                data = await self._read(min(len(self._body) - self._have, _PIPE_BYTES))
+                data = await self._read(min(len(self._body) - self._have, PIPE_BYTES))
                 self._body[self._have : self._have + len(data)] = data
                 self._have += len(data)
                 continue
-            kind, number, _ = _HEADER.unpack(self._header)
+            kind, number, _ = PIPE_HEADER.unpack(self._header)
             body, self._body = self._body, None
             self._header.clear()
             return kind, number, memoryview(body)
@@ -303,7 +319,7 @@ class Child:
     def _obituary(self) -> str:
         status = self._process.returncode
         if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            if _oom_kills() > self._oom_kills:
+            if oom_kills() > self._oom_kills:
                 self._no_memory = True
                 return f"{self.name} ran out of memory: the system killed it"
             return f"{self.name} was killed by signal 9 (often the system running out of memory)"
@@ -344,175 +360,10 @@ async def _wait_for(process: subprocess.Popen[bytes]) -> None:
         os.close(descriptor)
 
 
-def _oom_kills() -> int:
-    """How often the kernel's out-of-memory killer struck so far, here and in our control group."""
-    total = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return total
-
-
 def _text(data: memoryview) -> str:
     return bytes(data).decode(errors="replace")
 
 
 def _widen(descriptor: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-
-# --- the child's side
-
-
-class Send:
-    """What a handler calls with its events; ``cancelled()`` says whether anybody still waits."""
-
-    def __init__(self, descriptor: int, number: int, cancelled: set[int]) -> None:
-        self._descriptor = descriptor
-        self._number = number
-        self._cancelled = cancelled
-
-    def __call__(self, event: msgspec.Struct) -> None:
-        """Send an event (progress) ahead of the reply. Any thread may."""
-        _write(self._descriptor, _EVENT, self._number, msgspec.msgpack.encode(event))
-
-    def cancelled(self) -> bool:
-        """Whether the parent gave this request up: return (or raise) soon, the result is dropped."""
-        return self._number in self._cancelled
-
-
-Handle = Callable[[Any, Send], msgspec.Struct]
-
-_write_lock = threading.Lock()
-
-
-def serve(handle: Handle, request_types: Any) -> NoReturn:
-    """Answer the parent's requests until it closes the pipe or dies; never returns.
-
-    ``handle(request, send)`` runs in this, the main, thread. A ``BarnraiseError``
-    that it raises is reported and the child lives on; anything else is reported,
-    logged with its traceback, and ends the process with exit code 1.
-
-    From here on file descriptor 1 is that of stderr, so that a library that
-    prints cannot corrupt the frames, and descriptor 0 reads nothing.
-
-    Args:
-        request_types: the struct type, or a union of tagged ones, of requests.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
-    _die_first()
-    sys.stdout.flush()
-    incoming, outgoing = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    requests: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    cancelled: set[int] = set()
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(request_types)
-    threading.Thread(
-        target=_listen, args=(incoming, outgoing, decoder, requests, cancelled), daemon=True
-    ).start()
-    while True:
-        number, request = requests.get()
-        send = Send(outgoing, number, cancelled)
-        try:
-            if not send.cancelled():
-                body = msgspec.msgpack.encode(handle(request, send))
-                if len(body) > MAX_PIPE_FRAME:
-                    raise BarnraiseError(f"a reply of {len(body)} bytes exceeds {MAX_PIPE_FRAME}")
-                _write(outgoing, _REPLY, number, body)
-                del body
-        except BarnraiseError as error:
-            _write(outgoing, _ERROR, number, str(error).encode())
-        except BaseException as error:
-            _last_words(outgoing, number, error)
-        finally:
-            del request
-            for old in [n for n in tuple(cancelled) if n <= number]:
-                cancelled.discard(old)
-
-
-def _listen(
-    incoming: int,
-    outgoing: int,
-    decoder: msgspec.msgpack.Decoder[Any],
-    requests: queue.SimpleQueue[tuple[int, Any]],
-    cancelled: set[int],
-) -> None:
-    """The reader thread: the only one that can notice, in the middle of work, that the parent is gone."""
-    with open(incoming, "rb", buffering=0) as pipe:
-        while True:
-            kind, number, length = _HEADER.unpack(_read_exactly(pipe, _HEADER.size))
-            body = _read_exactly(pipe, length)
-            if kind == _CANCEL:
-                cancelled.add(number)
-                continue
-            try:
-                requests.put((number, decoder.decode(body)))
-            except BaseException as error:
-                _last_words(outgoing, number, error)
-            del body
-
-
-def _read_exactly(pipe: Any, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    have = 0
-    while have < size:
-        count = pipe.readinto(view[have:])
-        if not count:
-            os._exit(0)  # the parent is gone or wants us gone
-        have += count
-    view.release()
-    return data
-
-
-def _write(descriptor: int, kind: int, number: int, body: bytes) -> None:
-    with _write_lock:
-        for part in (_HEADER.pack(kind, number, len(body)), body):
-            view = memoryview(part)
-            while view:
-                try:
-                    view = view[os.write(descriptor, view[:_PIPE_BYTES]) :]
-                except BrokenPipeError:
-                    os._exit(0)
-
-
-def _last_words(outgoing: int, number: int, error: BaseException) -> NoReturn:
-    """Report what killed us to the log and to the parent, then go, whatever other threads do."""
-    try:
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        text = str(error).strip().split("\n")[0][:300]
-        if _is_out_of_memory(error):
-            _write(outgoing, _MEMORY, number, f"out of memory ({text or type(error).__name__})".encode())
-        else:
-            _write(outgoing, _FATAL, number, f"{type(error).__name__}: {text}".encode())
-    finally:
-        os._exit(1)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # By name and words: this module knows no torch, whose CPU allocator raises a bare RuntimeError.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
-
-
-def _die_with_parent() -> None:
-    # A parent that died before this line is noticed by the reader thread: its pipe is closed.
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _die_first() -> None:
-    """Where memory runs out, let the kernel end this process, which is made anew, first of all."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
-        if int(file.read()) < _OOM_SCORE:
-            file.seek(0)
-            file.write(f"{_OOM_SCORE}\n")
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

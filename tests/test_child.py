@@ -17,7 +17,8 @@ import psutil
 import pytest
 import trio
 
-from barnraise.protocol.child import Child, ChildOutOfMemoryError, Send, serve
+from barnraise.protocol.child import Child, ChildOutOfMemoryError
+from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import ChildError, RefusedError
 
 

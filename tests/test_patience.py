@@ -30,7 +30,7 @@ HANGING = """
 import sys, time
 from barnraise.coordinator.verifier_child import Ready, VerifyBatch
 from barnraise.coordinator.workers import WorkerSetup
-from barnraise.protocol.child import serve
+from barnraise.protocol.child_serve import serve
 
 def handle(request, send):
     if isinstance(request, WorkerSetup) and sys.argv[2] == "batch":

@@ -24,6 +24,7 @@ from barnraise.node import torch_engine
 from barnraise.node.engine import Engine, Generated, OutOfMemory, Progress, Work
 from barnraise.node.engine_child import ChildEngine
 from barnraise.node.torch_engine import TorchEngine, batch_size
+from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.seeds import task_seed
@@ -236,6 +237,30 @@ async def test_a_killed_child_is_reported_and_the_next_load_starts_a_fresh_one(
     await child.load(SPEC, folder, 0)
     assert child.pid != pid
     assert (await child.generate(work(), ignore)).tokens > 0
+
+
+async def test_r5_a_stopped_engine_is_reported_within_bounded_time_and_the_next_load_starts_a_fresh_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    patience = Patience(still_s=3.0, look_s=0.5)
+    engine = ChildEngine(threads=1, log=tmp_path / "engine.log", device="cpu", patience=patience)
+    try:
+        await engine.load(LONG, folder, 0)
+        pid = engine.pid
+        assert pid is not None
+        with (
+            trio.fail_after(120),
+            pytest.raises(ChildError, match="hung and was ended: it was stopped"),
+        ):
+            await engine.generate(
+                work(prompts=64, group_size=64), lambda progress: os.kill(pid, signal.SIGSTOP)
+            )
+        assert engine.pid is None
+        await engine.load(SPEC, folder, 0)
+        assert engine.pid not in (None, pid)
+        assert (await engine.generate(work(), ignore)).tokens > 0
+    finally:
+        await engine.close()
 
 
 async def test_a_child_that_runs_out_of_memory_says_so_and_draws_the_unit_when_there_is_room(
