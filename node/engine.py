@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -29,11 +29,26 @@ class Work(Struct, frozen=True, kw_only=True):
     shrink: Annotated[int, Meta(ge=0, le=16)] = 0  # how often to halve the batch the engine would use (R5)
 
 
+class Sized(Struct, frozen=True, kw_only=True):
+    """How many sequences the engine holds at once, and by what it chose that (R5).
+
+    ``each``: bytes that one sequence takes, by estimate. ``free``: bytes that were free when
+    the unit began. ``most``: sequences that the unit has to offer.
+    """
+
+    at_once: Annotated[int, Meta(ge=1)]
+    most: Annotated[int, Meta(ge=1)]
+    each: Annotated[int, Meta(ge=0)]
+    free: Annotated[int, Meta(ge=0)]
+    halved: Annotated[int, Meta(ge=0)] = 0  # times, because memory had run out
+
+
 class Progress(Struct, frozen=True, kw_only=True, tag=True):
     """Finished work only (R7): completions ended so far, tokens drawn so far."""
 
     completions: Annotated[int, Meta(ge=0)]
     tokens: Annotated[int, Meta(ge=0)]
+    sized: Sized | None = None
 
 
 class Generated(Struct, frozen=True, kw_only=True, tag=True):
@@ -50,6 +65,16 @@ class EngineInfo(Struct, frozen=True, kw_only=True, tag=True):
     name: str  # such as "torch-cpu-float32"
     device: str
     memory_bytes: int  # resident memory of the engine's process
+
+
+class EngineLimits(Struct, frozen=True, kw_only=True, tag=True):
+    """What an engine may use from now on. ``memory``: bytes of main memory, 0 for any;
+    ``gpu_memory``: a fraction of the GPU's.
+    """
+
+    threads: Annotated[int, Meta(ge=1, le=1024)]
+    memory: Annotated[int, Meta(ge=0)] = 0
+    gpu_memory: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class OutOfMemory(Exception):
@@ -78,3 +103,11 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine and free its memory; safe to call twice."""
+
+
+@runtime_checkable
+class LimitedEngine(Protocol):
+    """An engine that can be limited while it works."""
+
+    async def limit(self, limits: EngineLimits) -> None:
+        """Hold ``limits`` from the next step on, and after every start. Never raises."""
