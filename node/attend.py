@@ -15,6 +15,7 @@ from barnraise.node.context import Context
 from barnraise.node.entering import enter, last_block, tally
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost
+from barnraise.node.needs import Field, Machine, description, free_disk
 from barnraise.node.receipt_words import outcome, standing_fields, words
 from barnraise.protocol.errors import (
     BarnraiseError,
@@ -160,10 +161,26 @@ async def _agreed(ctx: Context, run: Run) -> bool:
     """Ask the person once per run, where there is a person to ask."""
     if ctx.approve is None or ctx.known.approved(run.run_id):
         return True
-    if not await ctx.approve(run.spec, run.run_id):
-        return False
+    ctx.changed.set()
+    try:
+        if not await ctx.consent.ask(ctx.approve, run.run_id, _description(ctx, run)):
+            return False
+    finally:
+        ctx.changed.set()
     ctx.known.approve(run.run_id)
     return True
+
+
+def _description(ctx: Context, run: Run) -> list[Field]:
+    limits = ctx.limits.tree(ctx.clock.wall_ms())
+    machine = Machine(
+        where=ctx.config.data,
+        coordinator=ctx.config.address,
+        disk=limits.get("disk") or ctx.config.disk_bytes,
+        free=free_disk(ctx.config.data),
+        threads=limits.get("threads_idle") or ctx.config.threads,
+    )
+    return description(run.spec, run.run_id, machine)
 
 
 def _introduce(ctx: Context, run: Run, reply: JoinReply, address: str, first: bool) -> None:

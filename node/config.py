@@ -9,7 +9,10 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         node.log                      everything that is printed, errors included (R24)
         control.sock                  the state tree, and commands
         traffic.json                  bytes up and down by month (the quota)
-        limits.json                   caps and quota set while the node ran (barnraise limits set)
+        limits.json                   limits and rules set while the node ran (barnraise limits set)
+        mode.json                     a pause or finish that a crash must not undo
+        supervisor.lock               held by whoever starts a crashed background node again, with its state
+        node.err                      what a background node wrote to stderr
         known.json                    which key each coordinator address served, which runs were approved
         store/                        shards by content
         runs/<run id>/versions/       assembled policy versions
@@ -53,14 +56,17 @@ class NodeConfig:
         more_addresses: others that lead to the same coordinator, tried in order after it (R2).
         name: what others see beside the credit; None means the host's name.
         listen: multiaddrs to listen on for peers that fetch shards.
-        threads: threads for the engine.
-        disk_bytes: most disk to use for shards, bytes.
+        threads: the engine's while nobody uses the machine; 0: as set with ``barnraise limits set``
+            (``limits_path``), else half of the cores.
+        disk_bytes: most disk to use for shards, bytes; 0: as set, else ``DEFAULT_DISK_BYTES``.
         up_bytes_s, down_bytes_s: caps on everything sent and received, bytes/s; None: as set
             while the node ran before (``limits_path``), else no cap.
         monthly_bytes: most bytes up and down together in a calendar month; None: likewise.
         assume_yes: do not ask before joining an unknown run.
         exit_when_complete: end with exit code 0 once the run has published its last version.
         json_lines: print one JSON object per line instead of plain text.
+        background: print nothing; a person is asked through the control socket alone.
+        after_crash: what to tell about the crash that this start follows.
         heartbeat_s: seconds between heartbeats.
         tree: whether to take part in the broadcast tree; without it weights come from peers one by one.
     """
@@ -71,14 +77,16 @@ class NodeConfig:
     more_addresses: tuple[str, ...] = ()
     name: str | None = None
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    threads: int = 1
-    disk_bytes: int = DEFAULT_DISK_BYTES
+    threads: int = 0
+    disk_bytes: int = 0
     up_bytes_s: float | None = None
     down_bytes_s: float | None = None
     monthly_bytes: int | None = None
     assume_yes: bool = False
     exit_when_complete: bool = False
     json_lines: bool = False
+    background: bool = False
+    after_crash: str = ""
     heartbeat_s: float = 5.0
     tree: bool = True
 
@@ -121,6 +129,11 @@ class NodeConfig:
     def control_path(self) -> Path:
         """Where viewers find the daemon (``barnraise.protocol.control`` copes with long paths)."""
         return self.data / "control.sock"
+
+    @property
+    def wish_path(self) -> Path:
+        """What was wished last, for a start after a crash (``barnraise.node.mode``)."""
+        return self.data / "mode.json"
 
     @property
     def runs_path(self) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +14,17 @@ from barnraise.node import core
 from barnraise.node.broadcast import TreecastFetcher
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
-from barnraise.node.engine import Engine
+from barnraise.node.consent import Approve, Consent
+from barnraise.node.engine import Engine, EngineLimits
 from barnraise.node.kept import KeptWork
 from barnraise.node.known import KnownRuns
 from barnraise.node.link import Run
+from barnraise.node.machine import Seen, Sensors
 from barnraise.node.model import Event, State
 from barnraise.node.pending import PendingWork
 from barnraise.node.prefetch import Prefetch
 from barnraise.node.receipts import ReceiptBook
+from barnraise.node.rules import Verdict
 from barnraise.node.state import Facts, state_tree
 from barnraise.node.traffic import Limits
 from barnraise.node.units import Units
@@ -36,13 +38,16 @@ from barnraise.protocol.messages import Peer, RolloutLease, Signed
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.pretrain import BlockLease
 from barnraise.protocol.session import Session
-from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger("barnraise.node")
 
-Approve = Callable[[RunSpec, bytes], Awaitable[bool]]
+
+CONSENT = (
+    "waiting for your consent to join the run: 'barnraise join ADDRESS' or 'barnraise tui' shows its "
+    "description and asks; --yes agrees beforehand"
+)
 
 
 class Signal:
@@ -77,6 +82,11 @@ class Context:
     instance: bytes
     facts: Facts
     state: State
+    consent: Consent = field(default_factory=Consent)
+    sensors: Sensors | None = None
+    seen: Seen = field(default_factory=Seen)  # lately; see barnraise.node.guard
+    verdict: Verdict = field(default_factory=Verdict)
+    engine_limits: EngineLimits | None = None  # what the engine was told last
     wake: Signal = field(default_factory=Signal)
     changed: Changed = field(default_factory=Changed)
     run: Run | None = None
@@ -137,7 +147,11 @@ class Context:
         if self.treecast is not None:
             self.facts.tree = tree_state(self.treecast.gossiper, trio.current_time())
         self.facts.limits = self.limits.tree(self.clock.wall_ms())
-        return state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())
+        self.facts.consent = self.consent.open
+        tree = state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())
+        if self.consent.open is not None:
+            tree |= {"state": "waiting", "reason": CONSENT, "until_ms": None, "then": ""}
+        return tree
 
     def joined(self) -> Run:
         """The run; only asked for by tasks that cannot start before it is known."""

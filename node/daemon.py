@@ -14,25 +14,28 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core, overlay, reach
+from barnraise.node import actions, core, guard, overlay, reach
 from barnraise.node.appeal import appeal
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
-from barnraise.node.context import Approve, Context
+from barnraise.node.consent import Approve
+from barnraise.node.context import CONSENT, Context
 from barnraise.node.describe import sentence
 from barnraise.node.engine import Engine
 from barnraise.node.fetching import in_words
 from barnraise.node.known import KnownRuns
+from barnraise.node.machine import Sensors
+from barnraise.node.mode import Wish, load_wish, save_wish
 from barnraise.node.model import (
     Action,
     Ask,
     Command,
     Connect,
     Fetch,
+    FreeEngine,
     Generate,
     GiveBack,
-    Held,
     Load,
     Mode,
     Stop,
@@ -41,6 +44,7 @@ from barnraise.node.model import (
     Train,
     Upload,
 )
+from barnraise.node.receipt_fields import page
 from barnraise.node.state import Facts
 from barnraise.node.traffic import Limits
 from barnraise.node.train import train
@@ -72,7 +76,9 @@ class NodeHandle:
         changed: set whenever the tree may have changed.
         commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``,
             ``appeal`` (``receipt``: see ``barnraise.node.appeal``),
-            ``limits`` (``up``, ``down``: bytes/s, ``monthly``: bytes; nil for none).
+            ``receipts`` (``after``, ``limit``: see ``barnraise.node.receipt_fields``),
+            ``agree`` and ``decline`` (``run_id``: as in the tree's ``consent``),
+            ``limits`` (what the tree's ``limits`` may hold; nil for none: ``Limits.change``).
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -85,6 +91,9 @@ class NodeHandle:
             "leave": self._leave,
             "limits": self._limits,
             "appeal": self._appeal,
+            "receipts": self._receipts,
+            "agree": self._agree,
+            "decline": self._decline,
         }
 
     def get_state(self) -> dict[str, Any]:
@@ -109,25 +118,64 @@ class NodeHandle:
     async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return self._command("leave", "leaving")
 
+    def end(self) -> None:
+        """Leave because the machine wants it (it shuts down): a pause still holds at the next start."""
+        self._command("leave", "leaving", keep=True)
+
+    async def _receipts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        book = self._ctx.receipts
+        return {"receipts": page([] if book is None else book.receipts(), arguments)}
+
+    async def _agree(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        self._ctx.consent.answer(arguments, True)
+        return {"ok": True, "text": "agreed: joining the run"}
+
+    async def _decline(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        self._ctx.consent.answer(arguments, False)
+        return {"ok": True, "text": "declined: the node ends"}
+
     async def _appeal(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return await appeal(self._ctx, arguments)
 
     async def _limits(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
-            text = self._ctx.limits.change(arguments)
+            text = self._ctx.limits.change(arguments, self._ctx.clock.wall_ms())
             self._ctx.say(text)
         finally:  # what could not be written holds all the same
-            _keep_to_quota(self._ctx)
+            await guard.look(self._ctx)
         limits = self._ctx.limits.tree(self._ctx.clock.wall_ms())
         return {"ok": True, "text": text, "limits": limits}
 
-    def _command(self, mode: Mode, text: str, until: float | None = None) -> dict[str, Any]:
+    def _command(
+        self, mode: Mode, text: str, until: float | None = None, *, keep: bool = False
+    ) -> dict[str, Any]:
         ctx = self._ctx
         if ctx.state.mode == "leave" or ctx.state.stopped is not None:
             return {"ok": mode == "leave", "text": "the node is leaving"}
         ctx.say(text)
         ctx.feed(Command(mode, until))
+        if not keep:
+            _keep_wish(ctx, mode, until)
         return {"ok": True, "text": text}
+
+
+def _keep_wish(ctx: Context, mode: Mode, until: float | None) -> None:
+    """Let a pause or a finish outlive a crash or a shutdown."""
+    until_ms = None if until is None else ctx.clock.wall_ms() + round((until - trio.current_time()) * 1000)
+    try:
+        save_wish(ctx.config.wish_path, Wish(mode, until_ms) if mode in ("pause", "finish") else None)
+    except StorageError as error:
+        ctx.say(f"this would not outlive a crash: {error}", logging.WARNING)
+
+
+def _take_up_wish(ctx: Context) -> None:
+    """Go on pausing or finishing, if that is what the person wished before a crash."""
+    wall = ctx.clock.wall_ms()
+    wish = load_wish(ctx.config.wish_path, wall)
+    if wish is not None:
+        until = None if wish.until_ms is None else trio.current_time() + (wish.until_ms - wall) / 1000
+        ctx.say(f"{wish.mode}: as wished before the last start ended; 'barnraise resume' takes it back")
+        ctx.feed(Command(wish.mode, until))
 
 
 class Starting(Protocol):
@@ -146,13 +194,15 @@ async def run_node(
     rng: random.Random,
     *,
     approve: Approve | None = None,
+    sensors: Sensors | None = None,
     task_status: Starting = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Lend a machine to a run until it is told to stop; return the exit code.
 
     ``now_ms`` is the wall clock (ms since the epoch), ``rng`` draws jitter and
-    orders. ``approve(spec, run_id)`` is asked once per unknown run. The handle
-    for viewers is handed to ``task_status``. Cancelling ends the node at once; the
+    orders. ``approve`` is asked once per unknown run (``barnraise.node.consent``). The handle
+    for viewers is handed to ``task_status``. ``sensors`` tell of the machine and the person
+    (``barnraise.node.guard``); without, nothing is known of either. Cancelling ends the node at once; the
     lease at work is then given back by the next start.
 
     Exit codes: 0 left, finished or run complete; 3 protocol version refused;
@@ -172,13 +222,18 @@ async def run_node(
         clock=Clock(now_ms),
         rng=rng,
         known=KnownRuns(config.known_path),
-        store=DiskStore(config.store_path, config.disk_bytes),
+        store=DiskStore(config.store_path, limits.disk),
         approve=approve,
+        sensors=sensors,
         instance=rng.randbytes(16),
         facts=Facts(config.display_name, identity.peer_id),
         state=core.initial(config.exit_when_complete, now),
         spoke_at=now,
     )
+    ctx.facts.started_ms = ctx.clock.wall_ms()
+    if config.after_crash:
+        ctx.say(config.after_crash, logging.WARNING)
+    _take_up_wish(ctx)
     task_status.started(NodeHandle(ctx))
     try:
         async with trio.open_nursery() as nursery:
@@ -187,6 +242,7 @@ async def run_node(
                 nursery.start_soon(overlay.take_part, ctx)
             nursery.start_soon(reach.watch, ctx)
             nursery.start_soon(_count_traffic, ctx)
+            nursery.start_soon(guard.watch, ctx)
             nursery.start_soon(_tidy_units, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()
@@ -194,6 +250,8 @@ async def run_node(
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
             await engine.close()
         _save_traffic(ctx, at_once=True)
+    if ctx.state.mode == "finish":
+        _keep_wish(ctx, "leave", None)  # fulfilled: the next start is a new wish
     ctx.say(f"stopped: {stop.reason}", logging.INFO if stop.code == 0 else logging.ERROR)
     return stop.code
 
@@ -238,6 +296,8 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
             ctx.say(f"stopping the engine: {reason}")
             if ctx.engine_scope is not None:
                 ctx.engine_scope.cancel()
+        case FreeEngine():
+            nursery.start_soon(actions.free_engine, ctx, action)
         case Ask():
             nursery.start_soon(actions.ask, ctx, action)
         case Upload():
@@ -254,7 +314,8 @@ async def _speak_up(ctx: Context) -> None:
     seen = -1
     while True:
         activity, now = ctx.state.activity, trio.current_time()
-        key = activity.key
+        asks = ctx.consent.open is not None
+        key = ("consent", "") if asks else activity.key
         quiet = activity.name in ("paused", "complete")
         due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
         if ctx.facts.transfer is not None and activity.name not in AT_WORK:
@@ -263,7 +324,7 @@ async def _speak_up(ctx: Context) -> None:
             due = min(due, activity.since + SETTLED_S)
         if now >= due:
             announced = key
-            ctx.say(sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
+            ctx.say(CONSENT if asks else sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
             continue
         with trio.move_on_at(due):
             seen = await ctx.changed.wait(seen)
@@ -274,7 +335,8 @@ async def _count_traffic(ctx: Context) -> None:
     if ctx.limits.warning:
         ctx.say(ctx.limits.warning, logging.WARNING)
     while True:
-        _keep_to_quota(ctx)
+        ctx.limits.count(ctx.network, ctx.clock.wall_ms())
+        guard.hold(ctx)
         _save_traffic(ctx)
         await trio.sleep(COUNT_EVERY_S)
 
@@ -294,18 +356,6 @@ async def _tidy_units(ctx: Context) -> None:
         known = ctx.clock.offset_ms is not None
         ctx.units.tidy(keep, settled, ctx.clock.coordinator_ms() if known else None)
         await off_loop(ctx.units.dropped_bytes(), ctx.units.empty)
-
-
-def _keep_to_quota(ctx: Context) -> None:
-    """Hold work and transfers while the month's quota is spent."""
-    wall = ctx.clock.wall_ms()
-    ctx.limits.count(ctx.network, wall)
-    spent = ctx.limits.spent(wall)
-    if spent is None and ctx.state.held is not None:
-        ctx.feed(Held(""))
-    elif spent is not None and ctx.state.held is None:
-        reason, until = spent
-        ctx.feed(Held(reason, trio.current_time() + (until - wall) / 1000))
 
 
 def _save_traffic(ctx: Context, *, at_once: bool = False) -> None:

@@ -16,6 +16,7 @@ from barnraise.node.link import Run, open_lease
 from barnraise.node.model import HeadSeen, Restored, Unit
 from barnraise.node.pending import PendingWork
 from barnraise.node.receipts import ReceiptBook
+from barnraise.node.state import midnight_ms
 from barnraise.node.units import Units
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Donor, Source, SwarmFetcher
@@ -116,7 +117,7 @@ def _serves(ctx: Context, peer: str) -> bool:
     if peer == ctx.coordinator:
         return True  # it may ask for a finished unit's states, on which the verdict hangs
     banned = ctx.treecast is not None and peer in ctx.treecast.gossiper.banned
-    return ctx.state.held is None and not banned
+    return ctx.state.may_transfer and not banned
 
 
 def _sources(ctx: Context, version: int) -> list[Source]:
@@ -140,3 +141,6 @@ def tally(ctx: Context) -> None:
     """Copy the receipts' sums into the facts."""
     if ctx.receipts is not None:
         ctx.facts.accepted, ctx.facts.rejected, ctx.facts.credit = ctx.receipts.totals
+        midnight = midnight_ms(ctx.clock.wall_ms())
+        earned = ctx.facts.credit - ctx.receipts.credit_before(midnight)
+        ctx.facts.credit_since = (midnight, earned)

@@ -17,20 +17,23 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from logging.handlers import RotatingFileHandler
 from typing import TextIO
 
 import trio
 
+from barnraise.node.chosen import settled
 from barnraise.node.config import NodeConfig
-from barnraise.node.context import Approve
+from barnraise.node.consent import Approve, ask_viewers
 from barnraise.node.daemon import NodeHandle, Starting, run_node
+from barnraise.node.needs import Field
+from barnraise.node.supervise import AFTER_CRASH, tell_ready
 from barnraise.protocol.addresses import parse_address
 from barnraise.protocol.control import serve_control
 from barnraise.protocol.errors import BarnraiseError, PeerError, StorageError
 from barnraise.protocol.identity import Identity, fingerprint, load_or_create
 from barnraise.protocol.libp2p_network import open_libp2p
-from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger("barnraise.node")
@@ -52,6 +55,7 @@ def run_from_config(config: NodeConfig) -> int:
         if problem:
             print(f"barnraise: {problem}", file=sys.stderr)
             return EXIT_BAD_INPUT
+    config = replace(settled(config), after_crash=printable(os.environ.pop(AFTER_CRASH, ""), 300))
     with _locked(config), _logging(config):
         try:
             identity, created = load_or_create(config.key)
@@ -98,6 +102,8 @@ def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def _run(config: NodeConfig, identity: Identity) -> int:
     from barnraise.node.engine_child import ChildEngine
+    from barnraise.node.machine import Machine
+    from barnraise.node.presence_sources import open_sources
 
     code = EXIT_INTERRUPTED
     engine = ChildEngine(threads=config.threads, log=config.data / "engine.log")
@@ -113,6 +119,7 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
                 lambda: time.time_ns() // 1_000_000,
                 random.SystemRandom(),
                 approve=_asker(config),
+                sensors=Machine(open_sources()),
                 task_status=task_status,
             )
             nursery.cancel_scope.cancel()
@@ -122,6 +129,7 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
             serve_control, config.control_path, handle.get_state, handle.commands, handle.changed
         )
         nursery.start_soon(_obey_signals, handle, nursery.cancel_scope)
+        tell_ready()
     return code
 
 
@@ -135,37 +143,31 @@ async def _obey_signals(handle: NodeHandle, scope: trio.CancelScope) -> None:
                 return
             asked = True
             log.info("%s: leaving (once more ends at once)", signal.Signals(number).name)
-            await handle.commands["leave"]({})
+            if number == signal.SIGINT:
+                await handle.commands["leave"]({})
+            else:
+                handle.end()
 
 
 def _asker(config: NodeConfig) -> Approve | None:
-    """Ask at the terminal whether to join, if there is one and nobody said yes beforehand."""
-    if config.assume_yes or config.json_lines or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    """Whom to ask before joining: the person at the terminal, else viewers; None: yes was said before."""
+    if config.assume_yes:
         return None
+    if config.background or config.json_lines or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return ask_viewers
 
-    async def ask(spec: RunSpec, run_id: bytes) -> bool:
-        print(
-            f"\n  run          {printable(spec.name)} ({run_id.hex()[:16]})\n"
-            f"  about        {printable(spec.description, 500) or '-'}\n"
-            f"  operator     {fingerprint(spec.operator)}\n"
-            f"  model        {printable(spec.model.name)}, {spec.model.parameters:,} parameters\n"
-            f"  environment  {printable(spec.environment.name)}\n"
-            f"  your part    {_part(spec)} on {config.threads} thread(s), keeps up to "
-            f"{config.disk_bytes / 1e9:.0f} GB in {config.data}\n"
-        )
+    async def ask(fields: list[Field]) -> bool:
+        width = max(len(label) for label, _ in fields)
+        for label, text in fields:
+            print(f"  {label:{width}}  {text}")
         question = "Join this run? [Y/n] "
-        answer = await trio.to_thread.run_sync(input, question, abandon_on_cancel=True)  # type: ignore[call-arg]
+        try:
+            answer = await trio.to_thread.run_sync(input, question, abandon_on_cancel=True)  # type: ignore[call-arg]
+        except EOFError:
+            return False
         return answer.strip().lower() in ("", "y", "yes")
 
     return ask
-
-
-def _part(spec: RunSpec) -> str:
-    """What a volunteer does in a run."""
-    if spec.pretrain is None:
-        return "generates completions"
-    blocks = f"trains one of {spec.pretrain.blocks} blocks of the model at a time"
-    return f"{blocks}, later generates completions" if spec.pretrain.then_posttrain else blocks
 
 
 @contextlib.contextmanager
@@ -235,7 +237,8 @@ def _logging(config: NodeConfig) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"cannot write the log {config.log_path}: {error.strerror or error}") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    root.addHandler(screen)
+    if not config.background:
+        root.addHandler(screen)
     root.addHandler(file)
     before = root.level, root.propagate
     root.setLevel(logging.INFO)

@@ -108,6 +108,11 @@ class ReceiptBook:
         rejected = sum(outcome(receipt) == "rejected" for receipt in counted)
         return Totals(len(counted) - rejected, rejected, sum(receipt.credit for receipt in counted))
 
+    def credit_before(self, moment_ms: int) -> int:
+        """Credit by the receipts issued before a moment (ms since the epoch, the coordinator's clock)."""
+        earlier = (r for r in self._receipts.values() if r.issued_at < moment_ms)
+        return sum(receipt.credit for receipt in latest(earlier).values())
+
     def receipts(self) -> list[Receipt]:
         """All receipts, by ledger index."""
         return [self._receipts[index] for index in sorted(self._receipts)]

@@ -11,8 +11,10 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
+from barnraise.node.engine import Sized
 from barnraise.node.fetching import kind_of
 from barnraise.node.model import State
 from barnraise.protocol.reachability import UNASKED, Reach
@@ -145,6 +147,7 @@ class Facts:
     engine: str = ""
     device: str = ""
     engine_memory: int = 0
+    sized: Sized | None = None  # of the unit begun last
     accepted: int = 0
     rejected: int = 0
     credit: int = 0
@@ -160,9 +163,20 @@ class Facts:
     reach: Reach = UNASKED
     tree: dict[str, Any] | None = None  # see barnraise.protocol.gossip_state
     limits: dict[str, Any] = field(default_factory=dict)  # see Limits.tree
+    presence: dict[str, Any] = field(default_factory=dict)  # these two: see barnraise.node.guard
+    suspended: list[dict[str, Any]] = field(default_factory=list)
     offset_ms: int | None = None
+    credit_since: tuple[int, int] = (0, 0)  # a local midnight (ms), and what was earned since
+    started_ms: int = 0
+    consent: dict[str, Any] | None = None  # see barnraise.node.consent
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+
+
+def midnight_ms(wall_ms: int) -> int:
+    """When the local day of a moment began; both in ms since the epoch."""
+    day = datetime.fromtimestamp(wall_ms / 1000).replace(hour=0, minute=0, second=0, microsecond=0)
+    return round(day.timestamp() * 1000)
 
 
 def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[str, Any]:
@@ -201,11 +215,16 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "accepted": facts.accepted,
         "rejected": facts.rejected,
         "credit": facts.credit,
+        "credit_today": facts.credit_since[1] if facts.credit_since[0] == midnight_ms(wall_ms) else 0,
+        "started_ms": facts.started_ms or None,
+        "consent": facts.consent,
         "last_verdict": facts.last_verdict,
         "standing": facts.standing,
         "bytes_in": facts.bytes_in,
         "bytes_out": facts.bytes_out,
         "limits": facts.limits,
+        "presence": facts.presence or None,
+        "suspended": list(facts.suspended),
         "reach": {
             "kind": facts.reach.kind,
             "reason": facts.reach.reason,

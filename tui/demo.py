@@ -145,7 +145,7 @@ def _demo(
             say(f"logs of all processes: {folder / 'logs'}")
         homes = {f"node-{index + 1}": folder / f"node-{index + 1}" for index in range(count)}
         for name, home in homes.items():
-            command = barnraise("join", address, "--yes", "--name", name, "--threads", "1")
+            command = barnraise("join", address, "--headless", "--yes", "--name", name, "--threads", "1")
             command += [
                 "--data",
                 str(home),

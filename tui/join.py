@@ -1,14 +1,25 @@
-"""``barnraise join``: lend this machine to a run."""
+"""``barnraise join``: lend this machine to a run.
+
+At a terminal the node is started in the background, or found there, and the app shows it.
+Else, and with ``--headless``, ``--plain``, ``--json`` or NO_COLOR, it runs in the foreground and
+prints lines (R24). Exit codes are the same either way as far as the node's start goes.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import typer
 
-from barnraise.protocol.errors import PeerError
-from barnraise.tui.console import examples
+from barnraise.node.chosen import default_threads as default_threads
+from barnraise.node.config import NodeConfig, default_data_path, default_key_path
+from barnraise.protocol.errors import BarnraiseError, PeerError
+from barnraise.tui import attached, background
+from barnraise.tui.console import examples, is_plain
+from barnraise.tui.join_arguments import as_given
 
 MBIT = 125_000  # bytes/s
 MIN_MBIT = 0.256  # slower, and others would take the node for one that has stalled
@@ -19,16 +30,14 @@ EXAMPLES = (
         "join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooW... --data node-2 --key node-2.key",
         "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW... --up-mbit 5 --monthly-gb 300",
     )
-    + "\n\nThe operator gives you the address. Ctrl-C leaves the run; what was acknowledged stays yours."
+    + "\n\nThe operator gives you the address. At a terminal the node works in the background and an app "
+    "shows it; closing the app stops nothing, 'barnraise leave' does. With lines in the foreground Ctrl-C "
+    "leaves the run. What was acknowledged stays yours."
 )
 
 
-def default_threads() -> int:
-    """Half of the cores: the machine stays usable (R14)."""
-    return max(1, (os.cpu_count() or 2) // 2)
-
-
 def join(
+    context: typer.Context,
     address: str = typer.Argument(
         ..., metavar="MULTIADDR", help="The coordinator's address, ending in /p2p/<peer id>."
     ),
@@ -53,16 +62,21 @@ def join(
         metavar="ADDR",
         help="Where peers may fetch shards from you; TCP port 0 takes any.",
     ),
-    threads: int = typer.Option(
-        default_threads(),
+    threads: int | None = typer.Option(
+        None,
         "--threads",
         metavar="N",
         min=1,
         max=1024,
-        help="Threads for the engine, by default half of the cores.",
+        help="Threads for the engine (default: as set by 'barnraise limits set', else half of the cores).",
     ),
-    disk: int = typer.Option(
-        20, "--disk-gb", metavar="GB", min=1, max=100_000, help="Most disk to use for weights."
+    disk: int | None = typer.Option(
+        None,
+        "--disk-gb",
+        metavar="GB",
+        min=1,
+        max=100_000,
+        help="Most disk to use for weights (default: as set by 'barnraise limits set', else 20).",
     ),
     up: float | None = typer.Option(
         None,
@@ -88,35 +102,117 @@ def join(
         max=10_000_000,
         help="Most traffic a calendar month, up and down; then the node pauses (default: any).",
     ),
-    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before joining."),
+    yes: bool = typer.Option(
+        False, "--yes", "-y", help="Ask nothing: neither before joining, nor for limits at a first start."
+    ),
     leave_when_complete: bool = typer.Option(
         False, "--exit-when-complete", help="End when the run has published its last version."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print events as JSON lines."),
+    headless: bool = typer.Option(
+        False, "--headless", help="Run in the foreground with plain lines: for services and scripts."
+    ),
+    plain: bool = typer.Option(False, "--plain", help="Lines in the foreground, no app (also: NO_COLOR)."),
+    as_json: bool = typer.Option(False, "--json", help="The same, each event a JSON line."),
+    in_background: bool = typer.Option(
+        False, "--background", hidden=True, help="How the node is started in the background: no output."
+    ),
 ) -> None:
     """Join a run: fetch the weights, generate rollouts, earn credit."""
-    from barnraise.node.config import NodeConfig, default_data_path, default_key_path
-    from barnraise.node.main import run_from_config
-
     if data is not None and data.exists() and not data.is_dir():
         raise typer.BadParameter(f"{data} is a file; name a folder", param_hint="--data")
     config = NodeConfig(
         address=address,
-        data=data or default_data_path(),
-        key=key or default_key_path(),
+        data=Path(os.path.abspath(data or default_data_path())),
+        key=Path(os.path.abspath(key or default_key_path())),
         name=name,
         listen=tuple(listen),
-        threads=threads,
-        disk_bytes=disk * 10**9,
+        threads=threads or 0,
+        disk_bytes=(disk or 0) * 10**9,
         up_bytes_s=None if up is None else up * MBIT,
         down_bytes_s=None if down is None else down * MBIT,
         monthly_bytes=None if monthly is None else round(monthly * 1e9),
         assume_yes=yes,
         exit_when_complete=leave_when_complete,
         json_lines=as_json,
+        background=in_background,
     )
+    person = not (headless or in_background) and sys.stdin.isatty() and sys.stdout.isatty()
+    lines = plain or as_json or is_plain(False) or bool(os.environ.get("NO_COLOR"))
+    if not person:
+        raise typer.Exit(_foreground(config))
+    if background.state_in(config.data) is not None or background.waiting_in(config.data):
+        raise typer.Exit(_attach(config, lines, as_json))
+    refuse_unusable(config)
+    from barnraise.tui import first_start  # imports much
+
+    if first_start.is_first(config) and not (yes or as_json):
+        first_start.guide(config, typer.echo, first_start.ask_at_terminal)
+    raise typer.Exit(_foreground(config) if lines else _background(config, as_given(context)))
+
+
+def _foreground(config: NodeConfig) -> int:
+    from barnraise.node.main import run_from_config
+
     try:
-        code = run_from_config(config)
+        return run_from_config(config)
     except PeerError as error:  # an address to listen on that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
-    raise typer.Exit(code)
+
+
+def refuse_unusable(config: NodeConfig) -> None:
+    """Find out before anything is made that the coordinator's address cannot be one.
+
+    Raises:
+        typer.BadParameter: it cannot.
+    """
+    from barnraise.protocol.addresses import parse_address
+
+    try:
+        parse_address(config.address)
+    except PeerError as error:
+        raise typer.BadParameter(str(error), param_hint="MULTIADDR") from error
+
+
+def _background(config: NodeConfig, arguments: list[str]) -> int:
+    started, _ = background.start(arguments, config.data, typer.echo)
+    try:
+        code = attached.ask_once(config.data, config.assume_yes, typer.echo, started)
+    except (KeyboardInterrupt, typer.Abort):
+        started.terminate()  # no answer is no consent
+        raise
+    return attached.show(config.data, plain=False) if code is None else code
+
+
+def _attach(config: NodeConfig, lines: bool, as_json: bool) -> int:
+    """Show the node that runs in the folder already."""
+    state = _awaited(config.data)
+    serves, wanted = str(state.get("coordinator") or ""), config.address.rpartition("/")[2]
+    if state.get("kind") != "node" or (serves and serves != wanted):
+        raise BarnraiseError(
+            f"what runs in {config.data} works for coordinator {serves or '?'}, not for {wanted}: "
+            "'barnraise leave' ends it; or choose another folder with --data (and another --key)"
+        )
+    if not as_json:
+        typer.echo(
+            f"a node runs in {config.data} already (process {state.get('pid', '?')}): this shows it; "
+            "options given now do not change it"
+        )
+    code = attached.ask_once(config.data, config.assume_yes, typer.echo, None)
+    if code is not None:
+        return code
+    return attached.lines(config.data, as_json) if lines else attached.show(config.data, plain=False)
+
+
+def _awaited(data: Path) -> background.State:
+    """The state of the node in ``data``, once one that crashed has started again."""
+    deadline = time.monotonic() + background.START_S
+    told = ""
+    while (state := background.state_in(data)) is None:
+        waits = background.waiting_in(data)
+        if not waits or time.monotonic() > deadline:
+            raise BarnraiseError(f"no node answers in {data}; see {data / 'node.log'}")
+        if waits.partition(";")[0] != told:
+            told = waits.partition(";")[0]
+            typer.echo(waits)
+        time.sleep(background.LOOK_EVERY_S)
+    return state

@@ -18,6 +18,7 @@ from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
 from barnraise.tui import (
     appeal,
+    attach,
     coordinate,
     data,
     demo,
@@ -26,10 +27,12 @@ from barnraise.tui import (
     keys,
     ledger,
     limits,
+    logs,
     receipts,
     report,
     runs,
     status,
+    steer,
     swarm,
 )
 from barnraise.tui.console import examples
@@ -52,11 +55,15 @@ app.add_typer(limits.app, name="limits")
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)
+app.command("tui", epilog=attach.EXAMPLES)(attach.tui)
 app.command("status", epilog=status.EXAMPLES)(status.status)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("receipts", epilog=receipts.EXAMPLES)(receipts.receipts)
 app.command("appeal", epilog=appeal.EXAMPLES)(appeal.appeal)
 app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)
+for _verb in ("pause", "resume", "finish", "leave"):
+    app.command(_verb, epilog=getattr(steer, f"{_verb.upper()}_EXAMPLES"))(getattr(steer, _verb))
+app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +67,14 @@ def receipts(
     files = receipt_files(place, run)
     if not files:
         raise BarnraiseError(f"{place} holds no receipts yet: they come with the first verdict")
+    from barnraise.node.receipt_fields import fields as receipt_fields
+
     shown: list[dict[str, Any]] = []
     for path in files:
         try:
-            shown += [fields for fields in _fields(path) if not rejected or not fields["accepted"]]
+            shown += [
+                fields for fields in receipt_fields(read_all(path)) if not rejected or not fields["accepted"]
+            ]
         except MalformedError as error:
             raise BarnraiseError(f"{error}; the node repairs it when it starts") from error
     if as_json:
@@ -86,30 +88,3 @@ def receipts(
         )
     if not shown:
         typer.echo("no receipt" + (" of a rejection" if rejected else ""))
-
-
-def _fields(path: Path) -> Iterator[dict[str, Any]]:
-    from barnraise.node.receipt_words import latest, outcome, words
-
-    found = read_all(path)
-    newest = latest(found)
-    for receipt in found:
-        verdict = receipt.verdict
-        moment = datetime.fromtimestamp(receipt.issued_at / 1000, UTC).isoformat(timespec="milliseconds")
-        yield {
-            "run": receipt.run_id.hex(),
-            "ledger_index": receipt.ledger_index,
-            "at": moment,
-            "submission": receipt.submission_id.hex(),
-            "lease": receipt.lease_id.hex(),
-            "accepted": verdict.accepted,
-            "outcome": outcome(receipt),
-            "check": verdict.check,
-            "threshold": verdict.threshold,
-            "value": verdict.value,
-            "position": verdict.position,
-            "message": verdict.message,
-            "credit": receipt.credit,
-            "counts": newest[receipt.submission_id].ledger_index == receipt.ledger_index,
-            "words": words(receipt),
-        }

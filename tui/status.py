@@ -13,6 +13,7 @@ from barnraise.node.fetching import in_words
 from barnraise.node.state import block_words
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
+from barnraise.tui.background import waiting_in
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
 from barnraise.tui.demo_view import measured_words, stage_words
 
@@ -42,6 +43,27 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
         typer.BadParameter: it is no folder of a run or a node.
         BarnraiseError: nothing is running there.
     """
+    folder = folder_or_default(folder)
+    try:
+        return read_state(folder / "control.sock")
+    except (BarnraiseError, OSError) as error:
+        if waits := waiting_in(folder):
+            raise BarnraiseError(f"{waits}; see 'barnraise logs'") from error
+        if (folder / "spec.bin").is_file():
+            cure = f"barnraise coordinator run {folder}"
+        elif (folder / "known.json").is_file() or (folder / "lock").is_file():
+            cure = f"barnraise join MULTIADDR --data {folder}"
+        else:
+            raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
+        raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
+
+
+def folder_or_default(folder: Path | None) -> Path:
+    """The folder asked for; None is this user's node.
+
+    Raises:
+        typer.BadParameter: there is no such folder.
+    """
     if folder is None:
         from barnraise.node.config import default_data_path
 
@@ -52,16 +74,7 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
             )
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not a folder; name a run folder or a node's data folder")
-    try:
-        return read_state(folder / "control.sock")
-    except (BarnraiseError, OSError) as error:
-        if (folder / "spec.bin").is_file():
-            cure = f"barnraise coordinator run {folder}"
-        elif (folder / "known.json").is_file() or (folder / "lock").is_file():
-            cure = f"barnraise join MULTIADDR --data {folder}"
-        else:
-            raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
-        raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
+    return folder
 
 
 def overview(state: dict[str, Any], now: float) -> list[Row]:
