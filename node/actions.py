@@ -27,6 +27,7 @@ from barnraise.node.model import (
     FetchDone,
     FetchFailed,
     FetchStopped,
+    FreeEngine,
     Generate,
     GiveBack,
     Granted,
@@ -162,6 +163,20 @@ async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
     ctx.feed(EngineLoaded(action.version))
 
 
+async def free_engine(ctx: Context, action: FreeEngine) -> None:
+    """End the engine's process, so that the machine has its memory back."""
+    freed = ctx.facts.engine_memory
+    try:
+        await ctx.engine.close()
+    except Exception as error:
+        ctx.say(f"the engine could not be ended: {printable(cause(error), 300)}", logging.WARNING)
+    else:
+        held = f", which held {freed / MEGABYTE:.0f} MB" if freed else ""
+        ctx.say(f"ended the engine{held}: {action.reason}")
+    ctx.facts.engine_memory = 0
+    ctx.feed(EngineStopped(alive=False))
+
+
 def engine_failed(ctx: Context, error: Exception, doing: str, *, advanced: bool = False) -> None:
     """Report a failure of the engine; the node lives (R5). ``advanced`` as in ``EngineFailed``."""
     memory = isinstance(error, OutOfMemory | MemoryError) or "out of memory" in str(error).lower()
@@ -245,6 +260,8 @@ async def generate(ctx: Context, action: Generate, scope: trio.CancelScope) -> N
     def progress(made: Progress) -> None:
         nonlocal spoken
         shown.completions, shown.tokens = made.completions, made.tokens
+        if made.sized is not None:
+            ctx.facts.sized = made.sized
         ctx.changed.set()
         if trio.current_time() - spoken >= 2 * PROGRESS_LINE_S:
             spoken = trio.current_time()

@@ -235,8 +235,7 @@ def _granted(state: State, unit: Unit) -> State:
 def _engine_failed(state: State, event: EngineFailed, now: float) -> State:
     stopping = state.engine == "stopping"
     retry = backed_off(state.engine_retry, now, event.reason, event.jitter, 2.0, 300.0)
-    whole = state.unit is not None and state.unit.is_block  # its batch is the run's, not ours to halve
-    shrink = min(MAX_SHRINK, state.shrink + 1) if event.out_of_memory and not whole else state.shrink
+    shrink = min(MAX_SHRINK, state.shrink + 1) if event.out_of_memory else state.shrink
     state = replace(state, engine="idle", loaded=state.loaded if event.alive else -1, shrink=shrink)
     if stopping:
         return state
@@ -298,12 +297,12 @@ def _halt(state: State, now: float) -> tuple[State, Action | None]:
 
 def _free(state: State, now: float) -> tuple[State, Action | None]:
     """Give the memory of an engine that rests back to the machine."""
-    wanted = state.suspended is not None and state.suspended.free
-    if not wanted or state.engine != "idle" or not state.engine_used or state.mode == "leave":
+    hold = state.suspended
+    if hold is None or not hold.free or state.mode == "leave":
         return state, None
-    assert state.suspended is not None
-    state = replace(state, engine="stopping", engine_used=False, loaded=-1)
-    return state, FreeEngine(state.suspended.reason)
+    if state.engine != "idle" or not state.engine_used:
+        return state, None
+    return replace(state, engine="stopping", engine_used=False, loaded=-1), FreeEngine(hold.reason)
 
 
 def _end(state: State, now: float) -> tuple[State, Action | None]:
@@ -368,7 +367,7 @@ def _work(state: State, now: float) -> tuple[State, Action | None]:
         return state, None
     unit = state.unit
     if unit is not None and unit.is_block:
-        return replace(state, engine="training", engine_used=True), Train(unit)
+        return replace(state, engine="training", engine_used=True), Train(unit, state.shrink)
     if unit is not None:
         if state.loaded == unit.version:
             return replace(state, engine="generating", engine_used=True), Generate(unit, state.shrink)

@@ -329,6 +329,7 @@ class Generate:
 @dataclass(frozen=True, slots=True)
 class Train:
     unit: Unit
+    shrink: int = 0
 
 
 @dataclass(frozen=True, slots=True)

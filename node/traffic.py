@@ -1,61 +1,41 @@
-"""A node's caps and monthly quota: what is configured, what is used, and changing it live (R12).
+"""A node's limits: what is configured, what is used of it, and changing it live (R12, R14).
 
-What is changed while the node runs is kept in ``limits.json`` and holds after a restart,
-except for what the command line then says otherwise.
+What is changed while the node runs is kept in ``limits.json`` (``barnraise.node.chosen``) and
+holds after a restart, except for what the command line then says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-
-from barnraise.node.config import NodeConfig
-from barnraise.node.pending import write_durably
+from barnraise.node.chosen import (
+    LONGEST_MS,
+    Chosen,
+    Meanwhile,
+    checked,
+    default_threads,
+    load_chosen,
+    save_chosen,
+    with_changes,
+)
+from barnraise.node.clock import duration
+from barnraise.node.config import DEFAULT_DISK_BYTES, NodeConfig
 from barnraise.node.quota import load_quota, month_of, save_quota
-from barnraise.protocol.bandwidth import MAX_RATE, MIN_RATE, Pacer, checked_rate
+from barnraise.protocol.bandwidth import Pacer, checked_rate
 from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.network import Network
 
 SAVE_EVERY_S = 5.0
 SAVE_IDLE_S = 60.0  # while less than SAVE_BYTES were added: disks may sleep
 SAVE_BYTES = 1_000_000
-_KEYS = frozenset({"up", "down", "monthly"})
-_MOST_MONTHLY = 2**60
-_MOST_FILE = 4096
-
-_Rate = Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)]
-
-
-class Chosen(msgspec.Struct, frozen=True):
-    """``limits.json``: caps in bytes/s, the quota in bytes; None where there is no limit."""
-
-    format: int = 1
-    up: _Rate | None = None
-    down: _Rate | None = None
-    monthly: Annotated[int, msgspec.Meta(gt=0, le=_MOST_MONTHLY)] | None = None
-
-
-def load_chosen(path: Path) -> tuple[Chosen, str]:
-    """Read what was set before; the text is a warning if that cannot be known, else empty."""
-    try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(_MOST_FILE), type=Chosen), ""
-    except FileNotFoundError:
-        return Chosen(), ""
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-        return Chosen(), (
-            f"cannot read {path}, the caps and the quota in it do not hold: {error}; set them anew with "
-            "'barnraise limits set'"
-        )
 
 
 class Limits:
-    """The pacers that every transfer passes, and the quota that counts what did.
+    """The pacers that every transfer passes, the quota that counts what did, and the rules.
 
     Attributes:
+        rules: what holds now, of everything that may be chosen (``barnraise.node.rules``).
         warning: what a person should know about the count, or ``""``.
 
     Raises:
@@ -64,16 +44,44 @@ class Limits:
 
     def __init__(self, config: NodeConfig) -> None:
         self._chosen_path = config.limits_path
-        self._chosen, warning = load_chosen(self._chosen_path)
-        kept = self._chosen
-        self.up = Pacer(checked_rate(kept.up if config.up_bytes_s is None else config.up_bytes_s))
-        self.down = Pacer(checked_rate(kept.down if config.down_bytes_s is None else config.down_bytes_s))
-        monthly = kept.monthly if config.monthly_bytes is None else config.monthly_bytes
+        self._chosen, self._meanwhile, warning = load_chosen(self._chosen_path)
+        options = {
+            "up": checked_rate(config.up_bytes_s),
+            "down": checked_rate(config.down_bytes_s),
+            "monthly": config.monthly_bytes,
+            "disk": config.disk_bytes or None,
+            "threads_idle": config.threads or None,
+        }
+        self._said = {name: value for name, value in options.items() if value is not None}
+        self.rules = self._holding()
+        self.up, self.down = Pacer(self.rules.up), Pacer(self.rules.down)
         self._path = config.traffic_path
-        self.quota, uncounted = load_quota(self._path, monthly)
+        self.quota, uncounted = load_quota(self._path, self.rules.monthly)
         self.warning = "; ".join(filter(None, (warning, uncounted)))
         self._counted = (0, 0)
         self._saved_at = 0.0
+
+    @property
+    def disk(self) -> int:
+        """Most bytes of shards on the disk."""
+        return self.rules.disk or DEFAULT_DISK_BYTES
+
+    @property
+    def threads(self) -> int:
+        """The engine's threads while nobody uses the machine."""
+        return self.rules.threads_idle or default_threads()
+
+    def _holding(self) -> Chosen:
+        changes = {} if self._meanwhile is None else self._meanwhile.changes
+        return with_changes(self._chosen, {**self._said, **changes})
+
+    def _apply(self) -> None:
+        self.rules = self._holding()
+        for name in ("up", "down"):
+            pacer, rate = getattr(self, name), getattr(self.rules, name)
+            if pacer.rate != rate:
+                pacer.set_rate(rate)
+        self.quota.limit = self.rules.monthly
 
     def count(self, network: Network, wall_ms: int) -> None:
         """Add what ``network`` has carried since the last call."""
@@ -105,17 +113,36 @@ class Limits:
         ), until
 
     def tree(self, wall_ms: int) -> dict[str, Any]:
-        """For the state tree: caps in bytes/s, quota and use in bytes, None where there is no limit."""
+        """For the state tree: bytes, bytes/s, fractions, seconds, degrees C; None where there is no limit."""
+        rules, threads = self.rules, self.threads
         return {
-            "up": self.up.rate,
-            "down": self.down.rate,
-            "monthly": self.quota.limit,
+            "up": rules.up,
+            "down": rules.down,
+            "monthly": rules.monthly,
             "monthly_used": self.quota.used(wall_ms),
             "spent_until_ms": self.quota.spent_until(wall_ms),
+            "disk": self.disk,
+            "memory_idle": rules.memory_idle,
+            "memory_in_use": rules.memory_in_use,
+            "threads_idle": threads,
+            "threads_in_use": rules.threads_in_use or max(1, threads // 2),
+            "gpu_memory": rules.gpu_memory,
+            "gpu_temperature": rules.gpu_temperature,
+            "when": rules.when,
+            "idle_s": rules.idle_s,
+            "hours": list(rules.hours),
+            "on_battery": rules.on_battery,
+            "gpu_in_use": rules.gpu_in_use,
+            "programs": list(rules.programs),
+            "until_ms": None if self._meanwhile is None else self._meanwhile.until_ms,
+            "for_now": [] if self._meanwhile is None else sorted(self._meanwhile.changes),
         }
 
-    def change(self, arguments: Mapping[str, Any]) -> str:
-        """Set ``up``, ``down`` (bytes/s) and ``monthly`` (bytes); None lifts one, one left out stays.
+    def change(self, arguments: Mapping[str, Any], wall_ms: int) -> str:
+        """Set values of ``Chosen``; None lifts one (or brings back its default), one left out stays.
+
+        ``until_ms`` (ms since the epoch) beside others: they hold until then only, and so does
+        what was set for a while before. Alone: that ends then; None alone: it ends now.
 
         Returns a sentence about what holds now, and after a restart; all or nothing is changed.
 
@@ -123,44 +150,78 @@ class Limits:
             RefusedError: an unknown argument or an unusable value.
             StorageError: it holds now, but the disk refused to keep it.
         """
-        strangers = arguments.keys() - _KEYS
-        if strangers or not arguments:
-            raise RefusedError("bad-argument", "limits takes up and down (bytes/s) and monthly (bytes)")
-        for name, value in arguments.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise RefusedError("bad-argument", f"{name} must be a number or nothing")
-        monthly = arguments.get("monthly")
-        if monthly is not None and not 0 < monthly <= _MOST_MONTHLY:
-            raise RefusedError("bad-argument", "monthly must be above 0 bytes, or nothing for no quota")
-        try:
-            rates = {name: checked_rate(arguments[name]) for name in ("up", "down") if name in arguments}
-        except ValueError as error:
-            raise RefusedError("bad-argument", str(error)) from None
-        for name, rate in rates.items():
-            getattr(self, name).set_rate(rate)
-        if "monthly" in arguments:
-            self.quota.limit = None if monthly is None else int(monthly)
-        self._keep(rates, arguments)
-        return self.sentence()
+        wishes = dict(arguments)
+        timed = "until_ms" in wishes
+        until = _checked_until(wishes.pop("until_ms", None), wall_ms)
+        if timed and not wishes:
+            self._retime(until)
+        else:
+            changes = checked(wishes)
+            before = {} if self._meanwhile is None else self._meanwhile.changes
+            if until is not None:
+                self._meanwhile = Meanwhile(until, {**before, **changes})
+            else:
+                self._chosen = with_changes(self._chosen, changes)
+                self._said = {name: value for name, value in self._said.items() if name not in changes}
+                left = {name: value for name, value in before.items() if name not in changes}
+                self._meanwhile = (
+                    Meanwhile(self._meanwhile.until_ms, left) if self._meanwhile and left else None
+                )
+        self._apply()
+        self._keep()
+        return self.sentence(wall_ms)
 
-    def sentence(self) -> str:
-        """What holds now, for a person."""
-        limit = self.quota.limit
-        return (
-            f"caps: {_mbit(self.up.rate)} up, {_mbit(self.down.rate)} down, "
-            f"{'no monthly quota' if limit is None else f'{limit / 1e9:.2f} GB a month'}"
-        )
-
-    def _keep(self, rates: Mapping[str, float | None], arguments: Mapping[str, Any]) -> None:
-        changed: dict[str, float | int | None] = dict(rates)
-        if "monthly" in arguments:
-            changed["monthly"] = self.quota.limit
-        chosen = msgspec.structs.replace(self._chosen, **changed)
+    def expire(self, wall_ms: int) -> str:
+        """End what was set for a while if its time has come; a sentence then, else ``""``."""
+        if self._meanwhile is None or wall_ms < self._meanwhile.until_ms:
+            return ""
+        names = ", ".join(sorted(self._meanwhile.changes))
+        self._meanwhile = None
+        self._apply()
         try:
-            write_durably(self._chosen_path, msgspec.json.encode(chosen) + b"\n")
+            self._keep()
         except StorageError as error:
-            raise StorageError(f"{self.sentence()}; but only until the node ends: {error}") from error
-        self._chosen = chosen
+            return f"what was set for a while ({names}) has ended; {error}"
+        return f"what was set for a while ({names}) has ended: {self.sentence(wall_ms)}"
+
+    def sentence(self, wall_ms: int) -> str:
+        """What holds now, for a person."""
+        rules, limit = self.rules, self.quota.limit
+        when = "while nobody uses the machine" if rules.when == "idle" else "at any time"
+        parts = [
+            f"caps: {_mbit(self.up.rate)} up, {_mbit(self.down.rate)} down",
+            "no monthly quota" if limit is None else f"{limit / 1e9:.2f} GB a month",
+            f"{self.disk / 1e9:.1f} GB of disk",
+            f"works {when}" + (f", {', '.join(rules.hours)}" if rules.hours else ""),
+        ]
+        if rules.programs:
+            parts.append(
+                f"not while {', '.join(rules.programs)} run{'s' if len(rules.programs) == 1 else ''}"
+            )
+        if self._meanwhile is not None:
+            parts.append(f"partly for {duration(max(0, self._meanwhile.until_ms - wall_ms))} only")
+        return ", ".join(parts)
+
+    def _retime(self, until: int | None) -> None:
+        if self._meanwhile is None:
+            raise RefusedError("bad-argument", "nothing was set for a while: say what, beside until when")
+        self._meanwhile = None if until is None else Meanwhile(until, self._meanwhile.changes)
+
+    def _keep(self) -> None:
+        try:
+            save_chosen(self._chosen_path, self._chosen, self._meanwhile)
+        except StorageError as error:
+            raise StorageError(f"this holds, but only until the node ends: {error}") from error
+
+
+def _checked_until(value: Any, wall_ms: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not wall_ms < value:
+        raise RefusedError("bad-argument", "until_ms must be a moment to come, in ms since 1970, or nothing")
+    if value > wall_ms + LONGEST_MS:
+        raise RefusedError("bad-argument", "until_ms may be a year away at most")
+    return int(value)
 
 
 def _mbit(rate: float | None) -> str:

@@ -95,6 +95,12 @@ class DiskStore:
             self._places[digest] = place
             self._used += place.size
 
+    def set_quota(self, quota_bytes: int | None) -> None:
+        """Change the limit; the oldest unpinned shards beyond it go at once, pinned ones stay."""
+        with self._lock:
+            self.quota_bytes = quota_bytes
+            self._evict(lambda: self._fits(0))
+
     @property
     def used_bytes(self) -> int:
         """Bytes in the store's own files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,10 +97,10 @@ def config(folder: Path, **more: Any) -> NodeConfig:
 async def test_what_is_set_holds_after_a_restart_but_for_what_is_then_said(
     tmp_path: Path,
 ) -> None:
-    Limits(config(tmp_path)).change({"up": 5e6, "monthly": 5 * 10**11})
+    Limits(config(tmp_path)).change({"up": 5e6, "monthly": 5 * 10**11}, 0)
     again = Limits(config(tmp_path, up_bytes_s=1e6))
     assert (again.up.rate, again.down.rate, again.quota.limit) == (1e6, None, 5 * 10**11)
-    again.change({"monthly": None})
+    again.change({"monthly": None}, 0)
     last = Limits(config(tmp_path))
     assert (last.up.rate, last.quota.limit) == (5e6, None)  # lifted for good; the other one stays
     assert last.warning == ""
@@ -121,10 +122,14 @@ async def test_a_disk_that_refuses_is_said_and_the_cap_holds_all_the_same(
         raise StorageError("the disk is full")
 
     limits = Limits(config(tmp_path))
-    monkeypatch.setattr("barnraise.node.traffic.write_durably", refuse)
+    monkeypatch.setattr("barnraise.node.chosen.write_durably", refuse)
     with pytest.raises(StorageError, match="only until the node ends: the disk is full"):
-        limits.change({"up": 5e6})
+        limits.change({"up": 5e6}, 0)
     assert limits.up.rate == 5e6
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 @contextmanager
@@ -138,7 +143,7 @@ def daemon(folder: Path, kind: str = "node") -> Iterator[Path]:
         limits = Limits(config(folder))
 
         async def change(arguments: dict[str, Any]) -> dict[str, Any]:
-            return {"ok": True, "text": limits.change(arguments), "limits": limits.tree(0)}
+            return {"ok": True, "text": limits.change(arguments, now_ms()), "limits": limits.tree(0)}
 
         def state() -> dict[str, Any]:
             return {"kind": kind, **({"limits": limits.tree(0)} if kind == "node" else {})}
@@ -179,7 +184,7 @@ def test_the_command_changes_a_running_node_and_its_next_start(
         text = capsys.readouterr().out
         assert "8.00 Mbit/s" in text
         assert "of 500.0 GB" in text
-    chosen, _ = load_chosen(tmp_path / "node" / "limits.json")
+    chosen, _, _ = load_chosen(tmp_path / "node" / "limits.json")
     assert (chosen.down, chosen.up, chosen.monthly) == (None, 1e6, 500 * 10**9)
 
 

@@ -22,6 +22,7 @@ from barnraise.node import attend
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
+from barnraise.node.machine import Sensors
 from barnraise.protocol import hello
 from barnraise.protocol.envelope import content_id, open_signed, sign
 from barnraise.protocol.errors import ChildError, RefusedError
@@ -365,6 +366,7 @@ async def node(
     address: str,
     engine: ScriptedEngine | None = None,
     identity: Identity | None = None,
+    sensors: Sensors | None = None,
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A running daemon, cancelled (as by kill -9, as far as the disk is concerned) on leaving."""
@@ -382,6 +384,7 @@ async def node(
                 identity,
                 lambda: EPOCH_MS + round(trio.current_time() * 1000),
                 random.Random(7),
+                sensors=sensors,
                 task_status=task_status,
             )
             started[0].exit_codes.append(code)

@@ -93,7 +93,7 @@ async def test_an_unusable_limit_is_refused_and_changes_nothing(
 ) -> None:
     limits = Limits(NodeConfig(address="/a", data=tmp_path, key=tmp_path / "key", up_bytes_s=50_000))
     with pytest.raises(RefusedError):
-        limits.change(arguments)
+        limits.change(arguments, 0)
     assert limits.tree(0)["up"] == 50_000
     assert limits.tree(0)["monthly"] is None
 
@@ -169,13 +169,9 @@ async def test_caps_are_shown_changed_by_command_and_obeyed_at_once(
         swarm.network("stranger") as stranger,
     ):
         await it.until(lambda tree: tree["have_version"] == 2)
-        assert it.tree["limits"] == {
-            "up": 50_000,
-            "down": 60_000,
-            "monthly": None,
-            "monthly_used": it.tree["limits"]["monthly_used"],
-            "spent_until_ms": None,
-        }
+        shown = it.tree["limits"]
+        assert (shown["up"], shown["down"], shown["monthly"]) == (50_000, 60_000, None)
+        assert shown["spent_until_ms"] is None
         store = it.handle._ctx.store
         digests = [digest for digest in store._places if store.size(digest) == 4096] * 50
         await stranger.connect(f"/memory/2/p2p/{it.identity.peer_id}")

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import typer
 
+from barnraise.node.chosen import default_threads
 from barnraise.tui.console import console, emit_json, examples, is_plain
-from barnraise.tui.join import default_threads
 
 EXAMPLES = examples("doctor", "doctor --data node-1 --key node-1.key --json")
 MARKS = {"ok": "ok", "note": "note", "warning": "warn", "problem": "PROBLEM"}

@@ -1,9 +1,9 @@
-"""``barnraise limits``: how much of the line a running node may use, shown and changed."""
+"""``barnraise limits``: how much of the machine and of the line a running node may use, shown and changed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,68 @@ import typer
 from barnraise.protocol.control import send_command
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.amounts import parse_rate, parse_size
-from barnraise.tui.console import duration, emit_json, examples, print_rows, size
+from barnraise.tui.console import emit_json, examples, print_rows
+from barnraise.tui.limit_words import (
+    NOTHING,
+    parse_degrees,
+    parse_hours,
+    parse_moment,
+    parse_share,
+    parse_threads,
+    parse_yes,
+    rows,
+)
 from barnraise.tui.status import read_folder
+from barnraise.tui.steer import parse_span
 
 app = typer.Typer(
-    help="Bandwidth caps and the monthly quota of a running node.",
-    epilog=examples("limits set --down 20MB/s --up 5MB/s --month 500GB", "limits get"),
+    help="What a running node may use, and when it may work.",
+    epilog=examples(
+        "limits get",
+        "limits set --down 20MB/s --up 5MB/s --month 500GB",
+        "limits set --when idle --idle-after 5m",
+    ),
     no_args_is_help=True,
 )
 
-Row = tuple[str, str]
+FOLDER = typer.Argument(None, metavar="DIR", help="A node's data folder (default: ~/.local/share/barnraise).")
 
 
 @app.callback()
 def group() -> None:
-    """Bandwidth caps and the monthly quota of a running node."""
+    """What a running node may use, and when it may work."""
 
 
 @app.command(
     "get",
-    short_help="Show caps, quota and what is used of it.",
+    short_help="Show limits and rules, and what they make of this moment.",
     epilog=examples("limits get node-1 --json", "limits get     (this user's node)"),
 )
 def get(
-    folder: Path | None = typer.Argument(
-        None, metavar="DIR", help="A node's data folder (default: ~/.local/share/barnraise)."
-    ),
+    folder: Path | None = FOLDER,
     as_json: bool = typer.Option(
-        False, "--json", help="One JSON object: bytes, bytes/s, null where there is no limit."
+        False,
+        "--json",
+        help="One JSON object: bytes, bytes/s, fractions, seconds, degrees C; null where there is no limit.",
     ),
 ) -> None:
-    """Show caps, the monthly quota and what is used of it."""
-    _show(_limits(read_folder(folder)), as_json)
+    """Show caps, quota, rules and limits, what is used, and what suspends work now."""
+    state = read_folder(folder)
+    _show(_limits(state), as_json, state)
 
 
 @app.command(
     "set",
-    short_help="Change caps or quota, at once and for good.",
+    short_help="Change limits and rules, at once and for good or for a while.",
     epilog=examples(
         "limits set --down 20MB/s --up 5MB/s --month 500GB",
-        "limits set node-1 --up 4Mbit/s",
-        "limits set --down none --month none",
+        "limits set --when idle --hours 22:00-07:00 --not-while steam",
+        "limits set --threads 8 --memory 80% --for 2h",
+        "limits set --until none     (ends what was set for a while)",
     ),
 )
 def change(
-    folder: Path | None = typer.Argument(
-        None, metavar="DIR", help="A node's data folder (default: ~/.local/share/barnraise)."
-    ),
+    folder: Path | None = FOLDER,
     down: str | None = typer.Option(
         None, "--down", metavar="RATE", help="Most to receive, such as 20MB/s or 160Mbit/s; none: no cap."
     ),
@@ -68,23 +83,108 @@ def change(
     month: str | None = typer.Option(
         None, "--month", metavar="SIZE", help="Most a calendar month, up and down, such as 500GB; none: any."
     ),
+    disk: str | None = typer.Option(
+        None, "--disk", metavar="SIZE", help="Most disk for weights, such as 50GB; none: 20 GB."
+    ),
+    when: str | None = typer.Option(
+        None, "--when", metavar="always|idle", help="Work always, or only while nobody uses the machine."
+    ),
+    idle_after: str | None = typer.Option(
+        None, "--idle-after", metavar="SPAN", help="Nobody does after so long without input, such as 3m."
+    ),
+    hours: str | None = typer.Option(
+        None, "--hours", metavar="SPANS", help="Work within these only: 22:00-07:00,12:00-13:00; any: always."
+    ),
+    on_battery: str | None = typer.Option(
+        None, "--on-battery", metavar="yes|no", help="Whether to work on battery, too."
+    ),
+    not_while: list[str] | None = typer.Option(
+        None, "--not-while", metavar="PROGRAM", help="Suspend while this runs (as ps names it); repeatable."
+    ),
+    allow_program: list[str] | None = typer.Option(
+        None, "--allow-program", metavar="PROGRAM", help="Do not suspend for it any more; all: for none."
+    ),
+    threads: str | None = typer.Option(
+        None, "--threads", metavar="N", help="The engine's threads; auto: half of the cores."
+    ),
+    threads_in_use: str | None = typer.Option(
+        None, "--threads-in-use", metavar="N", help="While you use the machine; auto: half of the others."
+    ),
+    memory: str | None = typer.Option(
+        None, "--memory", metavar="SHARE", help="Most of the RAM for the engine, such as 90%."
+    ),
+    memory_in_use: str | None = typer.Option(
+        None, "--memory-in-use", metavar="SHARE", help="While you use the machine, such as 50%."
+    ),
+    gpu_memory: str | None = typer.Option(
+        None, "--gpu-memory", metavar="SHARE", help="Most of the GPU's memory, such as 90%."
+    ),
+    gpu_temperature: str | None = typer.Option(
+        None, "--gpu-temperature", metavar="C", help="The GPU rests from here on, such as 80; none: no limit."
+    ),
+    gpu_in_use: str | None = typer.Option(
+        None, "--gpu-in-use", metavar="yes|no", help="Whether the GPU works while you use the machine."
+    ),
+    span: str | None = typer.Option(
+        None, "--for", metavar="SPAN", help="All this holds for 45s, 90m, 2h or 1d12h only."
+    ),
+    until: str | None = typer.Option(
+        None, "--until", metavar="TIME", help="All this holds until 07:30 only; none: what did so ends now."
+    ),
     as_json: bool = typer.Option(False, "--json", help="What holds now, as one JSON object."),
 ) -> None:
-    """Change caps or the monthly quota of a running node: at once, during transfers, and after a restart."""
-    arguments: dict[str, Any] = {}
-    wishes = (("down", "--down", down, parse_rate), ("up", "--up", up, parse_rate))
-    for name, option, text, parse in (*wishes, ("monthly", "--month", month, parse_size)):
-        if text is not None:
-            arguments[name] = _parsed(option, text, parse)
-    if not arguments:
-        raise typer.BadParameter("nothing to change: give --down, --up or --month")
+    """Change a running node's limits and rules: at once, during transfers and work, and after a restart."""
+    asked: tuple[tuple[str, str, str | None, Callable[[str], Any]], ...] = (
+        ("down", "--down", down, parse_rate),
+        ("up", "--up", up, parse_rate),
+        ("monthly", "--month", month, parse_size),
+        ("disk", "--disk", disk, parse_size),
+        ("when", "--when", when, str.lower),
+        ("idle_s", "--idle-after", idle_after, parse_span),
+        ("hours", "--hours", hours, parse_hours),
+        ("on_battery", "--on-battery", on_battery, parse_yes),
+        ("threads_idle", "--threads", threads, parse_threads),
+        ("threads_in_use", "--threads-in-use", threads_in_use, parse_threads),
+        ("memory_idle", "--memory", memory, parse_share),
+        ("memory_in_use", "--memory-in-use", memory_in_use, parse_share),
+        ("gpu_memory", "--gpu-memory", gpu_memory, parse_share),
+        ("gpu_temperature", "--gpu-temperature", gpu_temperature, parse_degrees),
+        ("gpu_in_use", "--gpu-in-use", gpu_in_use, parse_yes),
+    )
+    arguments = {
+        name: _parsed(option, text, parse) for name, option, text, parse in asked if text is not None
+    }
+    arguments |= _moment(span, until, time.time())
+    if not arguments and not not_while and not allow_program:
+        raise typer.BadParameter("nothing to change: see 'barnraise limits set --help' for what there is")
     state = read_folder(folder)
-    _limits(state)
+    limits = _limits(state)
+    if not_while or allow_program:
+        arguments["programs"] = _programs(limits.get("programs") or [], not_while or [], allow_program or [])
     reply = send_command(_socket(folder), "limits", **arguments)
-    _show(reply.get("limits") or _limits(read_folder(folder)), as_json)
+    after = read_folder(folder)
+    _show(reply.get("limits") or _limits(after), as_json, after)
 
 
-def _parsed(option: str, text: str, parse: Callable[[str], int | None]) -> int | None:
+def _moment(span: str | None, until: str | None, now: float) -> dict[str, Any]:
+    if span is not None and until is not None:
+        raise typer.BadParameter("give --for or --until, not both")
+    if span is not None:
+        return {"until_ms": round((now + _parsed("--for", span, parse_span)) * 1000)}
+    if until is None:
+        return {}
+    if until.strip().lower() in NOTHING:
+        return {"until_ms": None}
+    return {"until_ms": round(_parsed("--until", until, lambda text: parse_moment(text, now)) * 1000)}
+
+
+def _programs(before: list[str], added: list[str], removed: list[str]) -> list[str]:
+    gone = {name.casefold() for name in removed}
+    kept = [name for name in before if "all" not in gone and name.casefold() not in gone]
+    return kept + [name for name in dict.fromkeys(added) if name not in kept]
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as error:
@@ -107,26 +207,8 @@ def _limits(state: dict[str, Any]) -> dict[str, Any]:
     return limits
 
 
-def _show(limits: dict[str, Any], as_json: bool) -> None:
+def _show(limits: dict[str, Any], as_json: bool, state: dict[str, Any]) -> None:
     if as_json:
         emit_json(limits)
     else:
-        print_rows(list(rows(limits, time.time())))
-
-
-def rows(limits: dict[str, Any], now: float) -> Iterator[Row]:
-    """The limits of a node's state tree as rows of label and text; ``now``: seconds (UTC)."""
-    yield "down", _rate(limits.get("down"))
-    yield "up", _rate(limits.get("up"))
-    used, most = limits.get("monthly_used", 0), limits.get("monthly")
-    if most is None:
-        yield "month", f"{size(used)} used, no quota"
-        return
-    yield "month", f"{size(used)} of {size(most)} used ({100 * used / max(most, 1):.0f} %)"
-    until = limits.get("spent_until_ms")
-    if until is not None:
-        yield "paused", f"the quota is spent; it is renewed in {duration(max(0.0, until / 1000 - now))}"
-
-
-def _rate(rate: float | None) -> str:
-    return "no cap" if rate is None else f"{size(rate)}/s ({rate * 8 / 1e6:.2f} Mbit/s)"
+        print_rows(list(rows(limits, time.time(), state)))
