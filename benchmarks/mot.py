@@ -1,6 +1,6 @@
 """Mixture of Training against training the whole model: the same text, the same held-out files.
 
-    python -m benchmarks.mot [--quick] [--json] [--seeds 0 1 2] [--corpus DIR] [--out FILE]
+    python -m benchmarks.mot [--quick] [--json] [--seeds 0 1 2] [--corpus DIR] [--out FILE] [--folder DIR]
 
 Every row of the table is trained for real, one process and one thread a job, two jobs at a
 time; ``--quick`` takes one seed, and fails where the expected shape does not come out.
@@ -76,7 +76,7 @@ class Table:
 
     def start(self, job: Callable[..., Done], name: str, **arguments: Any) -> Future[Done]:
         seed = arguments.pop("seed", self.seed)
-        return self.pool.submit(job, self.world, f"s{self.seed}-{name}", seed, **arguments)
+        return self.pool.submit(jobs.kept, job, self.world, f"s{self.seed}-{name}", seed, **arguments)
 
     def add(self, name: str, ppl_of: float, scaffold: Done | None, stages: list[list[Done]]) -> Row:
         """``stages`` follow one another; the jobs of a stage run side by side."""
@@ -128,8 +128,14 @@ class Table:
                 (2, "grown", "shared"),
             )
         }
+        drawn = self.start(jobs.untrained_scaffold, "untrained", layers=plan.scaffold_layers)
         bare = [
             self.start(jobs.no_scaffold, f"bare-{number}", cut=two, number=number, **many)
+            for number in range(2)
+        ]
+        many["scaffold"] = drawn.result().path
+        without = [
+            self.start(jobs.no_scaffold, f"without-{number}", cut=two, number=number, **many)
             for number in range(2)
         ]
         mono = equal_tokens.result()
@@ -143,7 +149,8 @@ class Table:
                 done = [job.result() for job in pending]
                 label = f"K={k} {init}{'' if data == 'disjoint' else ', shared data'}"
                 self._adapted(label, two if k == 2 else four, scaffold, done)
-        self._cold("no scaffold", two, scaffold, [job.result() for job in bare])
+        self._cold("no frozen slices, the scaffold's embedding and head", two, scaffold, bare)
+        self._cold("no scaffold at all", two, drawn.result(), without)
         self._exchange(two, scaffold, grown)
         self._volunteers(two, scaffold)
         self._reuse(two, shared_scaffold or scaffold)
@@ -177,7 +184,8 @@ class Table:
             self.notes["seams"] = {key: done.extra[key] for key in ("seams_cold", "seams_adapted")}
         return done
 
-    def _cold(self, label: str, cut: Any, scaffold: Done, blocks: list[Done]) -> None:
+    def _cold(self, label: str, cut: Any, scaffold: Done, pending: list[Future[Done]]) -> None:
+        blocks = [job.result() for job in pending]
         done = self._joint(label, cut, scaffold, blocks, 0).result()
         self.add(f"{label}, cold", done.loss, scaffold, [blocks])
 
@@ -297,7 +305,7 @@ def shape(tables: list[Table]) -> dict[str, bool]:
     lost = ppl("K=2 grown, volunteers, 30 % leave") / ppl("K=2 grown, volunteers")
     return {
         "cold is clearly worse than a block inside its scaffold": cold > 1.03 * inside,
-        "without a scaffold far worse": ppl("no scaffold, cold") > 2 * ppl("K=2 random, cold"),
+        "without a scaffold far worse": ppl("no scaffold at all, cold") > 1.5 * ppl("K=2 random, cold"),
         "K=4 is worse than K=2": ppl("K=4 grown, cold") > cold and ppl("K=4 grown, long joint tune") > long,
         "a joint tune closes most of the gap to equal compute": (cold - long) > 0.5 * (cold - whole),
         "at equal critical path MoT beats monolithic": long < ppl("monolithic, equal critical path"),
@@ -330,14 +338,18 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, help="a prepared corpus (default: the Python documentation)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: 2)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--folder", type=Path, help="keep every job's result here, and take up what is there")
     arguments = parser.parse_args()
     plan, seeds = Plan(), arguments.seeds[:1] if arguments.quick else arguments.seeds
     started = time.perf_counter()
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="barnraise-mot-")))
-        corpus = arguments.corpus or python_docs(scratch)
-        world = World(corpus=corpus, folder=scratch)
+        folder = arguments.folder or scratch
+        folder.mkdir(parents=True, exist_ok=True)
+        prepared = folder / "corpus"
+        corpus = arguments.corpus or (prepared if prepared.is_dir() else python_docs(folder))
+        world = World(corpus=corpus, folder=folder)
         context = multiprocessing.get_context("spawn")
         pool = stack.enter_context(ProcessPoolExecutor(arguments.jobs, mp_context=context))
         tables: list[Table] = []

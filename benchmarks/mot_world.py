@@ -10,10 +10,12 @@ section 3), and the output head likewise. Attention scores are left out, for all
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -161,6 +163,19 @@ def joint_schedule(world: World, steps: int, rate: float, floor: float = 0.1) ->
 
 
 # --- jobs
+
+
+def kept(job: Callable[..., Done], world: World, name: str, seed: int, **arguments: Any) -> Done:
+    """``job``, or what it reported when it was done before: a benchmark that was ended goes on."""
+    note = world.folder / f"{name}.json"
+    with suppress(FileNotFoundError):
+        fields = json.loads(note.read_text())
+        return Done(path=Path(fields.pop("path")), **fields)
+    done = job(world, name, seed, **arguments)
+    part = note.with_suffix(".part")
+    part.write_text(json.dumps({**vars(done), "path": str(done.path)}))
+    part.replace(note)
+    return done
 
 
 def monolithic(
@@ -377,10 +392,19 @@ def adapt(
     )
 
 
+def untrained_scaffold(world: World, name: str, seed: int, layers: int) -> Done:
+    """A scaffold as it is drawn: what all blocks share where nobody has trained one."""
+    model = build_model(
+        scaffold_config(world.config(), make_cut(world.layers, 1, layers)), torch.float32, seed
+    )
+    loss = evaluate(model, held_out(world))
+    return Done(_save(world, name, _model_tensors(model)), loss, seconds=0.0, train_flops=0.0, tokens=0)
+
+
 def no_scaffold(
     world: World, name: str, seed: int, cut: Cut, scaffold: Path, number: int, steps: int
 ) -> Done:
-    """A block trained between embedding and head alone: what the frozen slices are good for."""
+    """A block trained between the scaffold's embedding and head alone: what frozen slices are good for."""
     torch.set_num_threads(1)
     frame = scaffold_of(world, cut, scaffold)
     state = first_block(world.config(), cut, frame, number, "random", seed + number)
