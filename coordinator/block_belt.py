@@ -1,10 +1,13 @@
-"""From stored block submissions to verdicts: draw a segment, fetch its files, have it done again.
+"""From stored block submissions to verdicts: draw segments, fetch their files, have them done again.
 
 A node commits to its files by hash, in a signed submission; only when that is on our
-disk is the segment drawn, so nobody knows beforehand which one counts. The files come
+disk are segments drawn, so nobody knows beforehand which ones count. The files come
 from the node itself, over the connection that it dialled. Whoever is away or slow keeps
-nobody waiting: units take turns, each keeps what it has, and one that is not served
-until some time after its lease's deadline is rejected (``block-withheld``).
+nobody waiting: units take turns, each keeps what it has, one that is not served when its
+lease's time is up loses its place in the round, and some time after the deadline it is
+rejected: ``block-withheld``, or ``block-hidden`` where the node could tell by what it was
+asked for which segments were drawn. The latter counts towards a ban: else whoever cheats
+would go away each time that the wrong one is asked for, and come back unharmed.
 
 Rebuilt from state and journal alone; what was half fetched is found again.
 """
@@ -20,17 +23,19 @@ from pathlib import Path
 import trio
 
 from barnraise.coordinator.audit import ban_event
-from barnraise.coordinator.block_events import BlockJudged
+from barnraise.coordinator.block_draws import drawn
+from barnraise.coordinator.block_events import BlockJudged, BlockOverdue
 from barnraise.coordinator.block_files import (
     DamagedUnitError,
     drop_unit,
     fetch_unit,
+    is_revealed,
     keep_delta,
     state_name,
     sweep_units,
     unit_files,
 )
-from barnraise.coordinator.block_fold import WITHHELD, BlockWork
+from barnraise.coordinator.block_fold import HIDDEN, WITHHELD, BlockWork
 from barnraise.coordinator.block_workers import DELTA_FILE, BlockResult, BlockVerifyJob, unit_folder
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event
@@ -53,6 +58,7 @@ UNITS = 4  # fetched or judged side by side
 MOST_BYTES = 64 * 1024**3  # of units' files that have no verdict yet; one unit always fits
 TURN_S = 120.0  # of fetching, before others may have the place
 GRACE_MS = 120_000  # after the deadline, the submission and our own start, whichever is last
+OVERDUE_MS = 30_000  # after the submission, and its lease's timeout: its place goes to somebody else
 SLOWEST = 64 * 1024  # bytes/s that a node must serve at, beyond that
 MAX_CORRUPT = 3  # shards that are not what was asked for
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 15.0  # between two turns of a unit whose node did not serve
@@ -65,6 +71,7 @@ class _Unit:
     pause_s: float = FIRST_PAUSE_S
     retry_at: float = 0.0
     corrupt: int = 0
+    revealed: bool = False  # its node may know what was drawn
     failures: int = 0  # of our own verifier
     trouble: str = ""
 
@@ -151,20 +158,22 @@ class BlockBelt:
             self._put_off(unit, LAST_RETRY_S, "its payload is not stored")
             return
         submission = await core.offload(lambda: wire.decode(payloads[key], BlockSubmission))
-        segment = core.segment_draw(key) % len(segments(self.spec))
-        fetched = await self._fetch(key, unit, item, submission, segment)
+        draw = core.segment_draw(key)
+        chosen = drawn(draw, len(segments(self.spec)), item.depth)
+        fetched = await self._fetch(key, unit, item, submission, chosen)
         if isinstance(fetched, Verdict):
             await self._record(key, fetched, 0, 0)
         elif fetched:
-            result = await self._judge(unit, _job(key, item, submission, segment))
+            result = await self._judge(unit, _job(key, item, submission, chosen, draw))
             await self._record(key, result.verdict, result.tokens, result.parameters)
 
     async def _fetch(
-        self, key: bytes, unit: _Unit, item: BlockWork, submission: BlockSubmission, segment: int
+        self, key: bytes, unit: _Unit, item: BlockWork, submission: BlockSubmission, chosen: tuple[int, ...]
     ) -> Verdict | bool:
         """Fetch what is missing: whether all is here now, or the verdict if that is hopeless."""
-        files = unit_files(submission, segment)
+        files = unit_files(submission, chosen)
         size = sum(entry.size for entry in files.values())
+        where = "segment " + ", ".join(map(str, chosen))
         if key not in self.on_disk:
             taken = sum(self.on_disk.values())
             if taken and taken + size > self.most_bytes:
@@ -184,14 +193,15 @@ class BlockBelt:
             unit.pause_s = FIRST_PAUSE_S
             return True
         except TimeoutError:
-            return self._withheld(item, size, before, segment)
+            have = await self.core.offload(lambda: _present(folder))
+            return await self._missing(key, unit, item, submission, size, have, where)
         except DamagedUnitError as error:
             text = f"{error}: the disk may be failing, or the file changed after it was hashed"
-            return _rejected("block-files", 0.0, 1.0, f"segment {segment} {error.name}", text)
+            return _rejected("block-files", 0.0, 1.0, f"{where} {error.name}", text)
         except BadShardError as error:
             unit.corrupt += 1
             if unit.corrupt >= MAX_CORRUPT:
-                return _rejected("block-files", 0.0, float(unit.corrupt), f"segment {segment}", str(error))
+                return _rejected("block-files", 0.0, float(unit.corrupt), where, str(error))
             why: PeerError = error
         except PeerError as error:
             why = error
@@ -201,22 +211,39 @@ class BlockBelt:
         have = await self.core.offload(lambda: _present(folder))
         unit.pause_s = FIRST_PAUSE_S if have > before else min(unit.pause_s * 2, LAST_PAUSE_S)
         self._put_off(unit, unit.pause_s, str(why))
+        found = await self._missing(key, unit, item, submission, size, have, where)
         if self._crowded:  # others need the room more
             self._crowded = False
             self.on_disk.pop(key, None)
             await self.core.offload(lambda: drop_unit(self.run_folder, key))
-        return self._withheld(item, size, have, segment)
+        return found
 
-    def _withheld(self, item: BlockWork, size: int, have: int, segment: int) -> Verdict | bool:
+    async def _missing(
+        self,
+        key: bytes,
+        unit: _Unit,
+        item: BlockWork,
+        submission: BlockSubmission,
+        size: int,
+        have: int,
+        where: str,
+    ) -> Verdict | bool:
+        """What follows from files that are not here: nothing yet, the loss of a place, or a verdict."""
+        folder, now = unit_folder(self.run_folder, key), self.core.now_ms()
+        unit.revealed = unit.revealed or await self.core.offload(lambda: is_revealed(folder, submission))
+        if not item.overdue and now >= max(item.lease.timeout_at, item.at_ms + OVERDUE_MS):
+            await self.core.record([BlockOverdue(submission_id=key, at_ms=now)])
         begun = max(item.lease.deadline_at, item.at_ms, self._started_ms)
-        over = begun + GRACE_MS + size * 1000 // SLOWEST
-        if self.core.now_ms() < over:
+        if now < begun + GRACE_MS + size * 1000 // SLOWEST:
             return False
         text = (
             "the files behind the submission's hashes were not served in time: keep the node running until "
             "the verdict, and its upload above 64 KiB/s"
         )
-        return _rejected(WITHHELD, float(size), float(min(have, size)), f"segment {segment}", text)
+        if unit.revealed:
+            text += "; it stopped when it could tell which segments were drawn, which counts as a failure"
+        check = HIDDEN if unit.revealed else WITHHELD
+        return _rejected(check, float(size), float(min(have, size)), where, text)
 
     async def _judge(self, unit: _Unit, job: BlockVerifyJob) -> BlockResult:
         try:
@@ -261,18 +288,19 @@ class BlockBelt:
             log.warning("block unit %s: %s at %s", key.hex()[:16], verdict.check, verdict.position)
 
 
-def _job(key: bytes, item: BlockWork, submission: BlockSubmission, segment: int) -> BlockVerifyJob:
+def _job(
+    key: bytes, item: BlockWork, submission: BlockSubmission, chosen: tuple[int, ...], draw: bytes
+) -> BlockVerifyJob:
     folder = Path("units") / key.hex()
-    last = len(submission.states) - 1
+    ends = {end for segment in chosen for end in (segment - 1, segment) if end >= 0}
     return BlockVerifyJob(
         submission_id=key,
         lease=item.lease,
         submission=submission,
-        segment=segment,
-        start=str(folder / state_name(segment - 1)) if segment else None,
-        end=str(folder / state_name(segment)),
-        final=None if segment == last else str(folder / state_name(last)),
+        segments=chosen,
+        states={end: str(folder / state_name(end)) for end in ends | {len(submission.states) - 1}},
         delta=str(folder / DELTA_FILE),
+        draw=draw,
     )
 
 

@@ -31,6 +31,13 @@ class BlockSubmitted(Struct, frozen=True, kw_only=True, tag=True):
     at_ms: int
 
 
+class BlockOverdue(Struct, frozen=True, kw_only=True, tag=True):
+    """A stored submission's files are not to be had: its place may go to somebody else."""
+
+    submission_id: bytes
+    at_ms: int
+
+
 class BlockJudged(Struct, frozen=True, kw_only=True, tag=True):
     """The verdict on a block submission; fields as in ``SubmissionJudged``. ``tokens`` were trained on."""
 
@@ -53,4 +60,4 @@ class RoundFormed(Struct, frozen=True, kw_only=True, tag=True):
     at_ms: int
 
 
-BlockEvent = BlockLeased | BlockSubmitted | BlockJudged | RoundFormed
+BlockEvent = BlockLeased | BlockSubmitted | BlockOverdue | BlockJudged | RoundFormed

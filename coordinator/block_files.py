@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ import trio
 from barnraise.coordinator.block_workers import DELTA_FILE, corpus_folder, unit_folder
 from barnraise.coordinator.core import Offload
 from barnraise.protocol.corpus import Corpus, read_corpus
+from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import MalformedError, PeerError, RunFolderError, StorageError
 from barnraise.protocol.manifest import check_shard, entry_shards
 from barnraise.protocol.messages import MAX_SHARD, FileEntry
@@ -41,14 +42,23 @@ class DamagedUnitError(PeerError):
         self.name = name
 
 
-def unit_files(submission: BlockSubmission, segment: int) -> dict[str, FileEntry]:
-    """The files that judging a unit by ``segment`` needs, under the names that they get here."""
+def unit_files(submission: BlockSubmission, segments: Collection[int]) -> dict[str, FileEntry]:
+    """The files that judging a unit by ``segments`` needs, under the names that they get here.
+
+    Those that any unit needs come first: until they are here, nobody can tell what was drawn.
+    """
     last = len(submission.states) - 1
-    states = {last, segment, *({segment - 1} if segment else ())}
+    ends = {end for segment in segments for end in (segment - 1, segment) if end >= 0}
     return {
         DELTA_FILE: submission.delta,
-        **{state_name(number): submission.states[number] for number in sorted(states, reverse=True)},
+        **{state_name(end): submission.states[end] for end in (last, *sorted(ends - {last}))},
     }
+
+
+def is_revealed(folder: Path, submission: BlockSubmission) -> bool:
+    """Whether the node was asked for a file that tells what was drawn, or is about to be. Blocking."""
+    last = state_name(len(submission.states) - 1)
+    return (folder / DELTA_FILE).is_file() and (folder / last).is_file()
 
 
 def state_name(segment: int) -> str:
@@ -129,6 +139,7 @@ def _finish(part: Path, path: Path, digest: bytes) -> bool:
             return False
         os.fsync(file.fileno())
     part.rename(path)
+    sync_folder(path.parent)  # a difference has to outlive the verdict that accepts it
     return True
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from barnraise.coordinator.audit_fold import make_good, note_unfinished, strike
+from barnraise.coordinator.audit_fold import FORGIVEN_AFTER, make_good, note_unfinished, strike
+from barnraise.coordinator.block_draws import depth_for
 from barnraise.coordinator.block_events import (
     BlockEvent,
     BlockJudged,
     BlockLeased,
+    BlockOverdue,
     BlockSubmitted,
     RoundFormed,
 )
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from barnraise.coordinator.state import Node, State
 
 WITHHELD = "block-withheld"  # the check of units whose files were never served
+HIDDEN = "block-hidden"  # ... or not once it could be told which segments were drawn
 Status = Literal["waiting", "accepted", "rejected", "training", "used", "late"]
 SETTLED: frozenset[Status] = frozenset({"rejected", "used", "late"})
 REMEMBERED_ROUNDS = 8
@@ -41,13 +44,19 @@ class BlockHold:
 
 @dataclass(slots=True)
 class BlockWork:
-    """A stored block submission."""
+    """A stored block submission.
+
+    ``depth``: how many of its segments are done again. ``overdue``: its files were not to be
+    had for so long that its place may go to somebody else.
+    """
 
     submission_id: bytes
     lease: BlockLease
     size: int
     at_ms: int
+    depth: int
     status: Status = "waiting"
+    overdue: bool = False
 
 
 @dataclass(slots=True)
@@ -61,20 +70,21 @@ class Blocks:
     waiting: dict[bytes, None] = field(default_factory=dict)  # stored, not judged, oldest first
     accepted: dict[tuple[int, int], bytes] = field(default_factory=dict)  # this round's (block, slot)
     last_block: dict[bytes, int] = field(default_factory=dict)  # node -> the block it worked on last
+    streaks: dict[bytes, int] = field(default_factory=dict)  # node -> units verified in a row
     round: RoundFormed | None = None  # closed, the learner is at it
     opened_at: int = 0
 
     def reserved(self, version: int) -> set[tuple[int, int]]:
-        """The (block, slot) places of a round that need nobody: lent, stored, or accepted."""
+        """The (block, slot) places of a round that need nobody: lent, stored and not overdue, or accepted."""
         places = {
             (hold.terms.block, hold.terms.slot)
             for hold in self.leases.values()
             if not hold.timed_out and hold.terms.policy_version == version
         }
         for submission_id in self.waiting:
-            terms = self.work[submission_id].lease
-            if terms.policy_version == version:
-                places.add((terms.block, terms.slot))
+            item = self.work[submission_id]
+            if item.lease.policy_version == version and not item.overdue:
+                places.add((item.lease.block, item.lease.slot))
         return places | self.accepted.keys()
 
     def blocks_of(self, node: bytes, version: int) -> set[int]:
@@ -98,6 +108,8 @@ def apply_blocks(state: State, event: BlockEvent) -> None:
             _leased(state, event)
         case BlockSubmitted():
             _submitted(state, event)
+        case BlockOverdue():
+            _overdue(state, event)
         case BlockJudged():
             _judged(state, event)
         case RoundFormed():
@@ -160,12 +172,20 @@ def _submitted(state: State, event: BlockSubmitted) -> None:
         raise EventError("submission stored twice")
     terms = hold.terms
     _close(blocks, terms, "used")
-    blocks.work[event.submission_id] = BlockWork(event.submission_id, terms, event.size, event.at_ms)
-    blocks.waiting[event.submission_id] = None
     node = state.nodes[terms.node]
+    depth = depth_for(blocks.streaks.get(node.key, 0), node.offences)
+    blocks.work[event.submission_id] = BlockWork(event.submission_id, terms, event.size, event.at_ms, depth)
+    blocks.waiting[event.submission_id] = None
     node.unjudged += 1
     node.unfinished = max(0, node.unfinished - 1)
     node.last_duration = max(0, event.at_ms - terms.issued_at)
+
+
+def _overdue(state: State, event: BlockOverdue) -> None:
+    item = state.blocks.work.get(event.submission_id)
+    if item is None or item.status != "waiting" or item.overdue:
+        raise EventError("only a block submission that waits can become overdue, once")
+    item.overdue = True
 
 
 def _judged(state: State, event: BlockJudged) -> None:
@@ -194,6 +214,7 @@ def _judged(state: State, event: BlockJudged) -> None:
     state.rejections[event.verdict.check] = state.rejections.get(event.verdict.check, 0) + 1
     node.rejected += 1
     if not event.blameless:
+        blocks.streaks.pop(node.key, None)
         strike(node, event.at_ms, offence=event.verdict.check != WITHHELD)  # being away is no lie
 
 
@@ -202,6 +223,9 @@ def _credit(state: State, node: Node, event: BlockJudged) -> None:
     node.accepted += 1
     node.credit += event.credit
     make_good(node, event.at_ms)
+    streak = state.blocks.streaks[node.key] = state.blocks.streaks.get(node.key, 0) + 1
+    if streak >= FORGIVEN_AFTER:
+        node.offences = 0
 
 
 def _formed(state: State, event: RoundFormed) -> None:

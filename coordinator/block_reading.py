@@ -70,13 +70,16 @@ class BlockReader:
         """Every block's weights at a version. Raises RunFolderError if one is damaged."""
         return tuple(self.block(version, block) for block in range(self.spec.blocks))
 
-    def block_loss(self, frame: Scaffold, block: int, state: Tensors) -> float:
-        """Held-out loss (nats per token) of a block inside the scaffold."""
-        return self.held_out_loss(scaffolded(self.config, self.cut, frame, block, state))
+    def block_loss(
+        self, frame: Scaffold, block: int, state: Tensors, text: list[Tensor] | None = None
+    ) -> float:
+        """Loss (nats per token) of a block inside the scaffold, on held-out text or on ``text``."""
+        return self.held_out_loss(scaffolded(self.config, self.cut, frame, block, state), text)
 
-    def held_out_loss(self, model: nn.Module) -> float:
-        """Held-out loss (nats per token) of a whole model."""
-        return evaluate(model.to(self.device), self.held_out(), self.compute_dtype)
+    def held_out_loss(self, model: nn.Module, text: list[Tensor] | None = None) -> float:
+        """Loss (nats per token) of a whole model, on held-out text or on ``text``."""
+        chosen = self.held_out() if text is None else text
+        return evaluate(model.to(self.device), chosen, self.compute_dtype)
 
     def held_out(self) -> list[Tensor]:
         """The held-out sequences that every evaluation of this run reads, int64 [<= 16, sequence] each."""

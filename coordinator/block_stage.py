@@ -51,7 +51,7 @@ from barnraise.kernels.mot import (
 from barnraise.kernels.mot_diagnostics import seams
 from barnraise.kernels.outer import outer_step, trimmed_mean
 from barnraise.kernels.token_shards import batches
-from barnraise.protocol.corpus import sequences
+from barnraise.protocol.corpus import places
 from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.pretrain import JointRecipe, part_name
@@ -254,7 +254,7 @@ class BlockStages(BlockReader):
         trainer = JointTrainer(model.to(self.device), _schedule(recipe), self.compute_dtype)
         folder = self.folder / name
         losses, seconds = _resume(trainer, folder)
-        places = sequences(
+        text = places(
             self.corpus,
             self.spec.sequence,
             self._key(name),
@@ -276,7 +276,7 @@ class BlockStages(BlockReader):
                 due.append(step)
 
         due: list[int] = []
-        for batch in batches(self.corpus, self.spec.sequence, places, recipe.batch, self.shard):
+        for batch in batches(self.corpus, self.spec.sequence, text, recipe.batch, self.shard):
             trainer.train([batch], on_step)
             if due:  # between two steps, when the state is whole
                 due.clear()

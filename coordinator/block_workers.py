@@ -49,20 +49,20 @@ class StageProgress(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BlockVerifyJob(Struct, frozen=True, kw_only=True, tag=True):
-    """One stored block submission, its fetched files, and the segment to do again.
+    """One stored block submission, its fetched files, and the segments to do again.
 
-    ``start``: the committed state before the segment, None for the first one (the lease's
-    start is ours); ``end``: the committed state after it.
+    ``states``: where the committed states lie that this needs, by the segment after which
+    they were made: both ends of each drawn one (the first one's start is ours) and the
+    last. ``draw`` picks the text that the whole block is tried on: secret until now.
     """
 
     submission_id: bytes
     lease: BlockLease
     submission: BlockSubmission
-    segment: int
-    start: str | None
-    end: str
-    final: str | None  # the last committed state, when the segment is not the last: to hold the delta against
+    segments: tuple[int, ...]  # ascending
+    states: dict[int, str]
     delta: str
+    draw: bytes
 
 
 class BlockResult(Struct, frozen=True, kw_only=True, tag=True):

@@ -122,13 +122,13 @@ class Core:
         domain = b"barnraise/1/audit-seed\0" + self.run_id + epoch.to_bytes(8, "big")
         return hmac.digest(self._identity.private_bytes(), domain, "sha256")
 
-    def segment_draw(self, submission_id: bytes) -> int:
-        """A secret number (64 bits) that picks the segment of a block unit to do again.
+    def segment_draw(self, submission_id: bytes) -> bytes:
+        """32 secret bytes that pick the segments of a block unit to do again, and the text to try it on.
 
-        From the run's key: nobody can foresee it, and a restart draws the same.
+        From the run's key: nobody can foresee them, and a restart draws the same.
         """
         domain = b"barnraise/1/segment\0" + self.run_id + submission_id
-        return int.from_bytes(hmac.digest(self._identity.private_bytes(), domain, "sha256")[:8], "big")
+        return hmac.digest(self._identity.private_bytes(), domain, "sha256")
 
     async def record(
         self,

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import assert_never
 
-from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
+from barnraise.coordinator.block_events import (
+    BlockJudged,
+    BlockLeased,
+    BlockOverdue,
+    BlockSubmitted,
+    RoundFormed,
+)
 from barnraise.coordinator.events import (
     AppealDecided,
     AppealFiled,
@@ -130,7 +136,9 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             return ledger.BanLifted(at_ms=event.at_ms, node=event.node, reason=event.reason)
         case OffenceNoted():
             return None
-        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained() | RoundFormed():
+        case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained():
+            return None
+        case BlockOverdue() | RoundFormed():
             return None
         case _:
             assert_never(event)

@@ -8,7 +8,7 @@ dead-locked library or a device that no longer answers must not hold a verifier 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from barnraise.coordinator.workers import VerifyJob
@@ -72,11 +72,14 @@ def stalled(jobs: Sequence[VerifyJob], seconds: float) -> StalledError:
     )
 
 
-def block_allowance(spec: RunSpec, segment: int) -> float:
-    """Seconds that doing a segment of a block unit again, and two evaluations, may take on a slow core."""
+def block_allowance(spec: RunSpec, drawn: Collection[int]) -> float:
+    """Seconds that doing segments of a block unit again, and six evaluations, may take on a slow core."""
     pretrain = spec.pretrain
     assert pretrain is not None
-    sequences = segments(pretrain)[segment] * pretrain.recipe.batch + 2 * pretrain.held_out
+    lengths = segments(pretrain)
+    steps = sum(lengths[segment] for segment in drawn)
+    sequences = steps * pretrain.recipe.batch + 6 * pretrain.held_out
     operations = 6 * spec.model.parameters * sequences * pretrain.sequence
-    loading = 8 * 4 * spec.model.parameters / LOAD_BYTES_S  # scaffold, start, three states of three parts
+    states = 2 * len(drawn) + 1  # of three parts, beside scaffold, start and difference
+    loading = (5 + 3 * states) * 4 * spec.model.parameters / LOAD_BYTES_S
     return FLOOR_S + loading + FACTOR * operations / FIRST_OPERATIONS_S

@@ -22,7 +22,13 @@ from barnraise.coordinator.audit_fold import (
     note_verdict,
     strike_pause_ms,
 )
-from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
+from barnraise.coordinator.block_events import (
+    BlockJudged,
+    BlockLeased,
+    BlockOverdue,
+    BlockSubmitted,
+    RoundFormed,
+)
 from barnraise.coordinator.block_fold import Blocks, apply_blocks
 from barnraise.coordinator.events import (
     BatchFormed,
@@ -232,7 +238,7 @@ def apply(state: State, event: Event) -> None:
             _trained(state, event)
         case VersionPublished():
             _published(state, event)
-        case BlockLeased() | BlockSubmitted() | BlockJudged() | RoundFormed():
+        case BlockLeased() | BlockSubmitted() | BlockOverdue() | BlockJudged() | RoundFormed():
             apply_blocks(state, event)
         case _:
             apply_audit(state, event)

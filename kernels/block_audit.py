@@ -85,12 +85,14 @@ def update_bound(recipe: Recipe, lifetime_steps: int, steps: int, largest_weight
     magnitude at the start.
     """
     b1, b2 = recipe.beta1, recipe.beta2
+    ratio = b1 * b1 / b2 if b2 else math.inf
+    spread, power = 0.0, 1.0  # sum of the ratio's powers below n
     total = 0.0
     weight = largest_weight
     for step in range(steps):
         rate = recipe.rate(lifetime_steps + step, step)
         n = step + 1
-        spread = sum((b1 * b1 / b2) ** j for j in range(min(n, 400))) if b2 else math.inf
+        spread, power = spread + power, power * ratio
         most = (1 - b1) * math.sqrt(spread / (1 - b2)) if b2 < 1 else 1.0
         most *= math.sqrt(1 - b2**n) / (1 - b1**n)
         moved = rate * (most + recipe.weight_decay * weight) + _ROUNDING * weight

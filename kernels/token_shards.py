@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from barnraise.protocol.corpus import Corpus, shard_bytes
+from barnraise.protocol.corpus import Corpus, drawn_places, shard_bytes
 from barnraise.protocol.errors import BarnraiseError
 
 Get = Callable[[bytes], bytes]  # digest -> the shard's bytes
@@ -36,9 +36,9 @@ def read_tokens(corpus: Corpus, data: bytes) -> NDArray[np.int64]:
 
 
 def batches(
-    corpus: Corpus, length: int, places: Sequence[tuple[int, int]], batch: int, get: Get
+    corpus: Corpus, length: int, places: Iterable[tuple[int, int]], batch: int, get: Get
 ) -> Iterator[Tensor]:
-    """The sequences at ``places`` (``barnraise.protocol.corpus.sequences``), ``batch`` at a time.
+    """The sequences at ``places`` (``barnraise.protocol.corpus.places``), ``batch`` at a time.
 
     Yields int64 [batch, length]; what does not fill a last batch is left out.
 
@@ -74,3 +74,17 @@ def held_out(corpus: Corpus, length: int, count: int, get: Get, batch: int = 16)
             last = shard, read_tokens(corpus, get(corpus.held_out[shard]))
         rows.append(torch.from_numpy(last[1][sequence * length : (sequence + 1) * length].copy()))
     return [torch.stack(rows[i : i + batch]) for i in range(0, len(rows), batch)]
+
+
+def drawn_text(
+    corpus: Corpus, length: int, count: int, draw: bytes, get: Get, batch: int = 16
+) -> list[Tensor]:
+    """``count`` sequences of the training text that ``draw`` picks: int64 [<= batch, length].
+
+    Raises:
+        CorpusError: as ``batches``.
+    """
+    places = drawn_places(corpus, length, count, draw)
+    whole = len(places) - len(places) % batch
+    rest = batches(corpus, length, places[whole:], len(places) - whole, get) if places[whole:] else ()
+    return [*batches(corpus, length, places[:whole], batch, get), *rest]

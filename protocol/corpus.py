@@ -13,6 +13,7 @@ sequence comes twice; with disjoint streams no two blocks share a shard.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -108,27 +109,49 @@ def stream_shards(corpus: Corpus, stream: int, streams: int) -> range:
 def sequences(
     corpus: Corpus, length: int, run_id: bytes, stream: int, streams: int, start: int, count: int
 ) -> tuple[tuple[int, int], ...]:
+    """All of ``places`` at once: for short stretches."""
+    return tuple(places(corpus, length, run_id, stream, streams, start, count))
+
+
+def places(
+    corpus: Corpus, length: int, run_id: bytes, stream: int, streams: int, start: int, count: int
+) -> Iterator[tuple[int, int]]:
     """Places ``start`` to ``start + count - 1`` of a stream: ``(training shard, first token in it)`` each.
 
     A stream goes through its shards in an order drawn anew each epoch, and through
-    each shard's sequences of ``length`` tokens in an order of its own.
+    each shard's sequences of ``length`` tokens in an order of its own. Made one by one: a
+    long training has millions.
 
     Raises:
-        MalformedError: a sequence is longer than a shard, or as ``stream_shards``.
+        MalformedError: a sequence is longer than a shard, or as ``stream_shards``; at the first.
     """
     mine = stream_shards(corpus, stream, streams)
-    each = corpus.shard_tokens // length
-    if each == 0:
-        raise MalformedError(f"sequences of {length} tokens do not fit shards of {corpus.shard_tokens}")
-    found = []
+    each = _each(corpus, length)
     for place in range(start, start + count):
         epoch, rest = divmod(place, len(mine) * each)
         turn, sequence = divmod(rest, each)
         key = run_id + stream.to_bytes(4, "big") + epoch.to_bytes(8, "big")
         shard = mine[permuted(turn, len(mine), key)]
-        first = permuted(sequence, each, key + shard.to_bytes(4, "big")) * length
-        found.append((shard, first))
-    return tuple(found)
+        yield shard, permuted(sequence, each, key + shard.to_bytes(4, "big")) * length
+
+
+def drawn_places(corpus: Corpus, length: int, count: int, draw: bytes) -> list[tuple[int, int]]:
+    """``count`` sequences (or all there are) anywhere in the training text, as ``draw`` picks them; sorted.
+
+    Raises:
+        MalformedError: a sequence is longer than a shard.
+    """
+    each = _each(corpus, length)
+    total = each * len(corpus.train)
+    found = (divmod(permuted(place, total, draw), each) for place in range(min(count, total)))
+    return sorted((shard, sequence * length) for shard, sequence in found)
+
+
+def _each(corpus: Corpus, length: int) -> int:
+    each = corpus.shard_tokens // length
+    if each == 0:
+        raise MalformedError(f"sequences of {length} tokens do not fit shards of {corpus.shard_tokens}")
+    return each
 
 
 def permuted(index: int, size: int, key: bytes) -> int:

@@ -35,6 +35,7 @@ from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.learner_child import ChildLearner
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.state import State, fold
 from barnraise.coordinator.verifier import LocalVerifier
 from barnraise.coordinator.verifier_child import ChildVerifier
 from barnraise.coordinator.verifier_pool import VerifierPool
@@ -498,6 +499,61 @@ async def test_corrupt_shards_are_asked_for_a_few_times_and_then_refused(
         assert (await ann.verdict()).check == "block-files"
 
 
+# --- going away, standing, and places
+
+
+class Choosy:
+    """Serves some of what it has."""
+
+    def __init__(self, store: DiskStore, shown: set[bytes]) -> None:
+        self.store, self.shown = store, shown
+
+    def size(self, digest: bytes) -> int | None:
+        return self.store.size(digest) if digest in self.shown else None
+
+    def get(self, digest: bytes) -> bytes | None:
+        return self.store.get(digest) if digest in self.shown else None
+
+
+def folded(folder: Path) -> State:
+    journal = Journal(folder / "state.sqlite")
+    try:
+        return fold(journal.events(), 2)
+    finally:
+        journal.close()
+
+
+async def test_whoever_hides_the_drawn_segments_has_failed_and_whoever_was_just_away_has_not(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    """Else a cheat would go away each time that the wrong segment is asked for, and come back unharmed."""
+    async with stage(tmp_path, 2) as (coordinator, (ann, bob)):
+        lease = await ann.lease()
+        work = ann.train(lease)
+        shown = {*work.delta.shards, *work.states[-1].shards}
+        ann.network.set_handler(SHARD_PROTOCOL, serve_shards(Choosy(ann.store, shown)))
+        await ann.submit(work)
+        bob.serves = False
+        await bob.one()
+        hidden, away = await ann.verdict(), await bob.verdict()
+        assert (hidden.check, away.check) == ("block-hidden", "block-withheld")
+        assert hidden.value == work.delta.size + work.states[-1].size
+        nodes = folded(coordinator.run.path).nodes
+        assert nodes[ann.scripted.identity.public_key].offences == 1
+        assert nodes[bob.scripted.identity.public_key].offences == 0
+
+
+async def test_a_place_is_not_kept_for_files_that_do_not_come(tmp_path: Path, autojump_clock: Clock) -> None:
+    """A submission costs a liar nothing: it must not stop a round for longer than a lease can."""
+    async with stage(tmp_path, 2, {"blocks": 1, "scaffold_layers": 2}) as (_, (ann, bob)):
+        ann.serves = False
+        lease = await ann.one()
+        again = await bob.one()
+        assert again.slot == lease.slot
+        assert lease.timeout_at <= again.issued_at < lease.deadline_at
+        assert (await bob.verdict()).accepted
+
+
 # --- rounds
 
 
@@ -657,11 +713,10 @@ async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path) -
             submission_id=bytes(32),
             lease=lease,
             submission=unit.submission(lease, folder / home),
-            segment=2,
-            start=str(home / state_name(1)),
-            end=str(home / state_name(2)),
-            final=None,
+            segments=(2,),
+            states={end: str(home / state_name(end)) for end in (1, 2)},
             delta=str(home / "delta.safetensors"),
+            draw=bytes(32),
         )
         result = await VerifierPool([verifier]).verify_block(job)
         assert result.verdict.accepted

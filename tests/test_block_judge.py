@@ -37,26 +37,32 @@ def run_folder(delta: str = "float32", init: str = "grown") -> Path:
     return folder
 
 
-def job_for(setup: WorkerSetup, unit: Unit, folder: Path, segment: int, block: int = 1) -> BlockVerifyJob:
-    lease = lease_for(setup, block=block)
-    home = Path(setup.folder) / folder
-    last = len(unit.states) - 2
+def job_for(
+    setup: WorkerSetup,
+    unit: Unit,
+    folder: Path,
+    chosen: tuple[int, ...],
+    block: int = 1,
+    draw: bytes = b"",
+    version: int = 0,
+) -> BlockVerifyJob:
+    lease = lease_for(setup, version, block)
+    submission = unit.submission(lease, Path(setup.folder) / folder)
     return BlockVerifyJob(
         submission_id=bytes(32),
         lease=lease,
-        submission=unit.submission(lease, home),
-        segment=segment,
-        start=str(folder / state_name(segment - 1)) if segment else None,
-        end=str(folder / state_name(segment)),
-        final=None if segment == last else str(folder / state_name(last)),
+        submission=submission,
+        segments=chosen,
+        states={end: str(folder / state_name(end)) for end in range(len(submission.states))},
         delta=str(folder / "delta.safetensors"),
+        draw=draw,
     )
 
 
 def judged(unit: Unit, segment: int, setup: WorkerSetup, block: int = 1) -> BlockResult:
     folder = Path("units") / "00"
     try:
-        return BlockJudge(setup).judge(job_for(setup, unit, folder, segment, block))
+        return BlockJudge(setup).judge(job_for(setup, unit, folder, (segment,), block))
     finally:
         shutil.rmtree(Path(setup.folder) / folder)
 
@@ -162,7 +168,7 @@ def test_files_cut_short_are_no_crash() -> None:
     unit = train_unit(setup, lease_for(setup))
     for name in ("delta.safetensors", state_name(0), state_name(2)):
         folder = Path("units") / "01"
-        job = job_for(setup, unit, folder, 0)
+        job = job_for(setup, unit, folder, (0,))
         path = Path(setup.folder) / folder / name
         path.write_bytes(path.read_bytes()[:-4])
         assert BlockJudge(setup).judge(job).verdict.check == "block-format"
@@ -175,7 +181,7 @@ def test_files_cut_short_are_no_crash() -> None:
 def test_a_judge_that_nobody_waits_for_stops() -> None:
     setup = setup_of(run_folder())
     unit = train_unit(setup, lease_for(setup))
-    job = job_for(setup, unit, Path("units") / "02", 0)
+    job = job_for(setup, unit, Path("units") / "02", (0,))
     with pytest.raises(BarnraiseError, match="not waited for"):
         BlockJudge(setup).judge(job, lambda: True)
     shutil.rmtree(Path(setup.folder) / "units" / "02")
@@ -200,9 +206,14 @@ def test_the_files_that_judging_needs_are_the_segments_ends_the_last_state_and_t
     setup = setup_of(run_folder())
     unit = train_unit(setup, lease_for(setup))
     work = unit.submission(lease_for(setup), Path(setup.folder) / "units" / "03")
-    assert list(unit_files(work, 0)) == ["delta.safetensors", state_name(2), state_name(0)]
-    assert list(unit_files(work, 1)) == ["delta.safetensors", state_name(2), state_name(1), state_name(0)]
-    assert list(unit_files(work, 2)) == ["delta.safetensors", state_name(2), state_name(1)]
+    assert list(unit_files(work, (0,))) == ["delta.safetensors", state_name(2), state_name(0)]
+    assert list(unit_files(work, (1,))) == [
+        "delta.safetensors",
+        state_name(2),
+        state_name(0),
+        state_name(1),
+    ]
+    assert list(unit_files(work, (2,))) == ["delta.safetensors", state_name(2), state_name(1)]
     shutil.rmtree(Path(setup.folder) / "units" / "03")
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spec_support import pretrain_spec
 
 from barnraise.coordinator import block_scheduler
+from barnraise.coordinator.block_draws import drawn
 from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
 from barnraise.coordinator.block_scheduler import BlockGrant, decide_block_lease, form_round, in_blocks
 from barnraise.coordinator.events import (
@@ -239,6 +240,37 @@ def test_our_own_failure_costs_no_strike() -> None:
     assert terms is not None
     world.judge(world.submit(terms), accepted=False, blameless=True)
     assert world.state.nodes[NODES[0]].strikes == 0
+
+
+def test_a_new_node_and_one_that_failed_have_more_of_their_work_done_again() -> None:
+    world = World(spec=pretrain_spec(blocks=1, contributors=1, quorum=1, rounds=200))
+
+    def one(accepted: bool) -> int:
+        world.now += 10**8
+        terms = world.lease(NODES[0])
+        assert terms is not None
+        submission = world.submit(terms)
+        depth = world.state.blocks.work[submission].depth
+        world.judge(submission, accepted)
+        if accepted:
+            assert world.close_round() is not None
+            world.publish(world.state.head + 1)
+        return depth
+
+    assert [one(True) for _ in range(10)] == [2] * 8 + [1] * 2
+    assert [one(False) for _ in range(3)] == [1, 3, 4]
+    assert [one(True) for _ in range(9)] == [5] * 8 + [4]
+    assert [one(True) for _ in range(92)][-1] == 1, "a hundred in a row, and it is forgiven"
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 64), st.integers(1, 70))
+def test_drawn_segments_are_different_ones_and_more_of_them_contain_fewer(
+    draw: bytes, count: int, depth: int
+) -> None:
+    found = drawn(draw, count, depth)
+    assert len(set(found)) == len(found) == min(depth, count)
+    assert set(found) <= set(range(count))
+    assert set(drawn(draw, count, max(1, depth - 1))) <= set(found)
 
 
 def test_after_the_last_round_the_model_is_put_together_and_blocks_are_over() -> None:
