@@ -112,7 +112,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the child has ended for good; its exit code (128 + n for signal n, 1 after giving up)."""
-        with lock_path(self._data).open("a+b") as lock:
+        descriptor = os.open(lock_path(self._data), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "r+b") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -77,20 +77,17 @@ def complain(text: str) -> None:
     typer.echo(f"barnraise: {' '.join(text.split())}", err=True)
 
 
-def show(data: Path, plain: bool) -> int:
-    """The app on this node until it is closed, or its plain lines; the exit code."""
-    code = lines(data) if plain else app(data)
-    state = state_in(data)
-    if state is not None:
-        typer.echo(
-            f"the node works on in the background (process {state.get('pid', '?')}): "
-            f"'barnraise status{_folder(data)}' shows it, 'barnraise leave{_folder(data)}' ends it"
-        )
-    return code
+def show(data: Path, started: Background | None) -> int:
+    """The app on this node until it is closed; the node's exit code if it has ended by then, else the app's.
+
+    Where the app is not installed the node's plain lines take its place.
+    """
+    code = _app(data)
+    ended = None if started is None else started.ended()
+    return code if ended is None else ended
 
 
-def app(data: Path) -> int:
-    """The terminal application, where it is installed; else plain lines."""
+def _app(data: Path) -> int:
     try:
         from barnraise.tui.app import run
     except ImportError as error:
@@ -110,7 +107,11 @@ def lines(data: Path, as_json: bool = False) -> int:
             if is_for_people(record):
                 typer.echo(spoken(record, as_json))
     except KeyboardInterrupt:
-        typer.echo("", err=True)
+        where = _folder(data)
+        typer.echo(
+            f"the node works on: 'barnraise status{where}' shows it, 'barnraise leave{where}' ends it",
+            err=True,
+        )
     sys.stdout.flush()
     return 0
 

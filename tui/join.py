@@ -142,7 +142,7 @@ def join(
         raise typer.Exit(_foreground(config))
     if background.state_in(config.data) is not None or background.waiting_in(config.data):
         raise typer.Exit(_attach(config, lines, as_json))
-    refuse_unusable(config)
+    check_address(address)
     from barnraise.tui import first_start  # imports much
 
     if first_start.is_first(config) and not (yes or as_json):
@@ -159,7 +159,7 @@ def _foreground(config: NodeConfig) -> int:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 
 
-def refuse_unusable(config: NodeConfig) -> None:
+def check_address(address: str) -> None:
     """Find out before anything is made that the coordinator's address cannot be one.
 
     Raises:
@@ -168,7 +168,7 @@ def refuse_unusable(config: NodeConfig) -> None:
     from barnraise.protocol.addresses import parse_address
 
     try:
-        parse_address(config.address)
+        parse_address(address)
     except PeerError as error:
         raise typer.BadParameter(str(error), param_hint="MULTIADDR") from error
 
@@ -180,7 +180,7 @@ def _background(config: NodeConfig, arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         started.terminate()  # no answer is no consent
         raise
-    return attached.show(config.data, plain=False) if code is None else code
+    return attached.show(config.data, started) if code is None else code
 
 
 def _attach(config: NodeConfig, lines: bool, as_json: bool) -> int:
@@ -200,7 +200,7 @@ def _attach(config: NodeConfig, lines: bool, as_json: bool) -> int:
     code = attached.ask_once(config.data, config.assume_yes, typer.echo, None)
     if code is not None:
         return code
-    return attached.lines(config.data, as_json) if lines else attached.show(config.data, plain=False)
+    return attached.lines(config.data, as_json) if lines else attached.show(config.data, None)
 
 
 def _awaited(data: Path) -> background.State:

@@ -31,6 +31,7 @@ from barnraise.tui import (
     receipts,
     report,
     runs,
+    service,
     status,
     steer,
     swarm,
@@ -52,6 +53,7 @@ app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="key")
 app.add_typer(limits.app, name="limits")
+app.add_typer(service.app, name="service")
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("join", epilog=join.EXAMPLES)(join.join)

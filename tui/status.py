@@ -127,6 +127,20 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
         f" (for {duration(max(0.0, now - state['since_ms'] / 1000))}{ends})" if state.get("since_ms") else ""
     )
     yield "state", _with_reason(state) + since
+    for held in (state.get("suspended") or [])[1:]:  # the first is the state's reason
+        yield "  also", str(held.get("reason", ""))
+    for held in state.get("suspended") or []:
+        yield "  cure", str(held.get("cure") or "")
+    asked = state.get("consent")
+    if asked:
+        yield "asks", "join this run? 'barnraise join ADDRESS' or 'barnraise tui' takes the answer"
+        for field in asked.get("fields") or []:
+            yield f"  {field[0]}", str(field[1])
+    if state.get("started_ms"):
+        yield (
+            "running",
+            f"for {duration(max(0.0, now - state['started_ms'] / 1000))}, process {state.get('pid')}",
+        )
     yield (
         "coordinator",
         ("connected to " if state.get("connected") else "not connected to ")
@@ -150,7 +164,7 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
             f"{state.get('pending', 0)} not delivered yet"
         ),
     )
-    yield "credit", f"{state.get('credit', 0):,} Mflop"
+    yield "credit", f"{state.get('credit', 0):,} Mflop, {state.get('credit_today', 0):,} of them today"
     yield "standing", standing(state.get("standing"), now - (state.get("clock_offset_ms") or 0) / 1000)
     verdict = state.get("last_verdict")
     if verdict and not verdict.get("accepted"):
@@ -160,12 +174,27 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
     speed = f", {state['tokens_per_s']:,.0f} tokens/s" if state.get("tokens_per_s") else ""
     memory = f", {size(state['engine_memory'])}" if state.get("engine_memory") else ""
     yield "engine", f"{state.get('engine') or 'not started'} on {state.get('device') or '-'}{memory}{speed}"
+    yield from _machine(state.get("hardware") or {})
+    yield "you", str((state.get("presence") or {}).get("text", ""))
     yield "traffic", f"{_traffic(state)}, {state.get('peers', 0)} peers"
     if state.get("duplicate_key"):
-        yield "WARNING", "another node uses the same key"
+        yield "WARNING", "another live node uses the same key: give each its own with 'join --key FILE'"
     for notice in state.get("notices", [])[-3:]:
         moment = time.strftime("%H:%M:%S", time.localtime(notice.get("at_ms", 0) / 1000))
         yield f"  {moment}", f"{notice.get('level', '')}: {notice.get('text', '')}"
+
+
+def _machine(hardware: dict[str, Any]) -> Iterator[Row]:
+    if not hardware:
+        return
+    total, free = hardware.get("memory_total", 0), hardware.get("memory_free", 0)
+    yield "machine", f"{hardware.get('cores', '?')} cores, {size(free)} of {size(total)} memory free"
+    for gpu in hardware.get("gpus") or []:
+        yield (
+            "  GPU",
+            f"{gpu.get('name', '?')}: {'used' if gpu.get('used') else gpu.get('reason') or 'not used'}",
+        )
+    yield "  units", str(hardware.get("sized") or "")
 
 
 def reachable(reach: dict[str, Any] | None) -> str:
