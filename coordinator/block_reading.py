@@ -99,6 +99,9 @@ def filled(config: Any, tensors: Tensors, where: Path) -> nn.Module:
     own = dict(model.named_parameters())
     if own.keys() != tensors.keys() or any(own[key].shape != tensors[key].shape for key in own):
         raise RunFolderError(f"{where} does not hold the scaffold of this run's model")
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
+            raise RunFolderError(f"{name} in {where} is not made of finite numbers: take another scaffold")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])

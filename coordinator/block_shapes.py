@@ -17,6 +17,7 @@ from barnraise.protocol.pretrain import BlockSubmission, PretrainSpec, segments
 
 _MAX_HEADER = 100 * 1024 * 1024
 _SPARE = 4096  # of a header: metadata, alignment
+MOST_LOSS = 1000.0  # nats per token: nothing that trains comes near, and a report can show it
 _DELTA_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -77,6 +78,8 @@ def check_files(spec: PretrainSpec, shape: BlockShape, submission: BlockSubmissi
             f"a unit of this run has {wanted} segments; the submission names {len(submission.states)} states "
             f"and {len(submission.losses)} losses: update barnraise",
         )
+    if not all(0 <= loss <= MOST_LOSS for loss in submission.losses):
+        raise RefusedError("wrong-shape", f"a mean training loss is a number from 0 to {MOST_LOSS:g}")
     for entry in submission.states:
         _check(entry, *state_range(shape))
     _check(submission.delta, *delta_range(shape, spec.delta))

@@ -294,9 +294,12 @@ class BlockStages(BlockReader):
         return sha256(b"barnraise/1/stage\0" + self._run.run_id + name.encode()).digest()
 
     def note(self, **fields: Any) -> None:
-        """Append one line for the report."""
-        with (self.folder / REPORT_FILE).open("a") as file:
-            file.write(json.dumps(fields) + "\n")
+        """Append one line for the report; a line that a full disk or a crash cut short stays alone."""
+        with (self.folder / REPORT_FILE).open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            torn = file.read(1) not in (b"", b"\n")
+            file.write((b"\n" if torn else b"") + json.dumps(fields).encode() + b"\n")
 
 
 def _schedule(recipe: JointRecipe) -> JointSchedule:

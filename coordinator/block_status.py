@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,12 @@ def _measured(path: Path) -> list[dict[str, Any]]:
             return known[1]
         with path.open("rb") as file:
             lines = file.read(_MAX_REPORT).splitlines()
-        found = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
+    except OSError:
         return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):  # one that a crash cut short
+            found.append(json.loads(line))
     kept = [{key: item[key] for key in _KEPT if key in item} for item in found if isinstance(item, dict)]
     _cache.clear()
     _cache[path] = stamp, kept

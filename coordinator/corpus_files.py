@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from barnraise.kernels.token_shards import CorpusError
+from barnraise.kernels.token_shards import CorpusError, read_tokens
 from barnraise.protocol.corpus import Corpus, corpus_bytes, read_corpus
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import MalformedError, StorageError
@@ -112,19 +112,23 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def check_shards(folder: Path, corpus: Corpus) -> None:
-    """Re-hash every shard.
+    """Re-hash every shard, and read it: a description from a stranger may name shards that are none.
 
     Raises:
-        CorpusError: one is missing or damaged.
+        CorpusError: one is missing or damaged, of another size, or has a token outside the vocabulary.
     """
     for digest in (*corpus.train, *corpus.held_out):
         path = shard_path(folder, digest)
         try:
-            sound = hashlib.sha256(path.read_bytes()).digest() == digest
+            data = path.read_bytes()
         except OSError as error:
             raise CorpusError(f"{path} cannot be read: {error}; prepare the corpus again") from error
-        if not sound:
+        if hashlib.sha256(data).digest() != digest:
             raise CorpusError(f"{path} is damaged: prepare the corpus again")
+        try:
+            read_tokens(corpus, data)
+        except CorpusError as error:
+            raise CorpusError(f"{path} is no shard of {corpus.name}: {error}; prepare it again") from None
 
 
 def shard_path(folder: Path, digest: bytes) -> Path:

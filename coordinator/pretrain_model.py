@@ -145,7 +145,7 @@ def check_scaffold(path: Path, config: Any, blocks: int, layers: int) -> None:
     """Compare an earlier run's scaffold with the one that this run's model needs.
 
     Raises:
-        RunFolderError: another depth, or a tensor of another shape.
+        RunFolderError: another depth, a tensor of another shape, or one with NaN in it.
     """
     found = _shapes(path)
     cut = make_cut(layer_count(config), blocks, layers)
@@ -160,6 +160,10 @@ def check_scaffold(path: Path, config: Any, blocks: int, layers: int) -> None:
     for name, shape in wanted.items():
         if found[name] != shape:
             raise RunFolderError(f"{path}: {name} has shape {found[name]}, this run's model needs {shape}")
+    with safe_open(path, framework="pt") as file:
+        for name in wanted:
+            if not bool(torch.isfinite(file.get_tensor(name)).all()):
+                raise RunFolderError(f"{path}: {name} is not made of finite numbers: take another scaffold")
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:

@@ -173,6 +173,8 @@ def check_pretrain(spec: PretrainSpec, versions: int) -> None:
         raise MalformedError(f"a unit of {spec.steps} steps has more than {MAX_SEGMENTS} segments")
     if spec.scaffold is None and spec.scaffold_recipe.steps == 0:
         raise MalformedError("a scaffold that is not imported needs steps to be trained")
+    if spec.recipe.beta1 >= 1 or spec.recipe.beta2 >= 1:
+        raise MalformedError("AdamW's moving averages need beta1 and beta2 below 1")
     if spec.deadline_s < spec.timeout_s:
         raise MalformedError("a lease's deadline comes before its timeout")
     if versions < last or (versions == last) == spec.then_posttrain:

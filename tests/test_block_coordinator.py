@@ -345,7 +345,9 @@ def _entry(size: int, shards: int | None = None) -> FileEntry:
     return FileEntry(path="x", size=size, sha256=bytes(32), shards=digests)
 
 
-@pytest.mark.parametrize("case", ["few states", "huge", "tiny", "shards", "delta", "losses"])
+@pytest.mark.parametrize(
+    "case", ["few states", "huge", "tiny", "shards", "delta", "losses", "no loss", "odd loss"]
+)
 async def test_files_that_cannot_be_a_blocks_are_refused_before_anything_is_fetched(
     tmp_path: Path, autojump_clock: Clock, case: str
 ) -> None:
@@ -359,6 +361,8 @@ async def test_files_that_cannot_be_a_blocks_are_refused_before_anything_is_fetc
             "shards": {"states": (*good.states[:2], _entry(good.states[2].size, 2))},
             "delta": {"delta": good.states[0]},
             "losses": {"losses": good.losses[:1]},
+            "no loss": {"losses": (*good.losses[:2], -1.0)},
+            "odd loss": {"losses": (*good.losses[:2], 1e300)},
         }
         with pytest.raises(RefusedError) as refused:
             await ann.submit(msgspec.structs.replace(good, **changes[case]))

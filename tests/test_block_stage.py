@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from barnraise.coordinator import block_stage, checkpoints
 from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.block_stage import BlockStages
-from barnraise.coordinator.block_workers import Contribution, RecombineJob, RoundJob
+from barnraise.coordinator.block_status import _measured
+from barnraise.coordinator.block_workers import REPORT_FILE, Contribution, RecombineJob, RoundJob
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.learn_belt import block_job
 from barnraise.coordinator.learner import Trainer
@@ -98,8 +100,6 @@ def test_an_earlier_runs_scaffold_is_used_by_its_hash(tmp_path: Path) -> None:
     first = make_pretrain_run(tmp_path / "a")
     BlockStages(setup_of(first)).initial()
     part = checkpoint_folder(first, 0) / "model-00001-of-00003.safetensors"
-    from hashlib import sha256
-
     digest = sha256(part.read_bytes()).digest()
     second = make_pretrain_run(tmp_path / "b", scaffold=digest)
     with pytest.raises(RunFolderError, match="earlier run"):
@@ -111,6 +111,31 @@ def test_an_earlier_runs_scaffold_is_used_by_its_hash(tmp_path: Path) -> None:
     shutil.copy(part, third / "scaffold.safetensors")
     with pytest.raises(RunFolderError, match="not the scaffold"):
         BlockStages(setup_of(third)).initial()
+
+
+def test_an_imported_scaffold_of_nothing_but_nan_is_refused_before_it_is_published(tmp_path: Path) -> None:
+    first = make_pretrain_run(tmp_path / "a")
+    BlockStages(setup_of(first)).initial()
+    part = checkpoint_folder(first, 0) / "model-00001-of-00003.safetensors"
+    save_file({name: value * float("nan") for name, value in load_file(part).items()}, part)
+    second = make_pretrain_run(tmp_path / "b", scaffold=sha256(part.read_bytes()).digest())
+    shutil.copy(part, second / "scaffold.safetensors")
+    with pytest.raises(RunFolderError, match="not made of finite numbers"):
+        BlockStages(setup_of(second)).initial()
+    assert not (second / "checkpoints" / "v000000" / part.name).exists()
+
+
+def test_a_note_that_a_full_disk_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    folder = make_pretrain_run(tmp_path)
+    stages = BlockStages(setup_of(folder))
+    stages.note(stage="scaffold", loss=1.0)
+    with (folder / REPORT_FILE).open("a") as file:
+        file.write('{"stage": "rou')
+    stages.note(stage="round", version=1)
+    assert _measured(folder / REPORT_FILE) == [
+        {"stage": "scaffold", "loss": 1.0},
+        {"stage": "round", "version": 1},
+    ]
 
 
 def test_a_round_is_the_outer_step_over_the_mean_and_is_made_once(tmp_path: Path) -> None:

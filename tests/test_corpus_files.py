@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import tarfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -118,6 +120,17 @@ def test_what_makes_no_corpus_is_refused_and_leaves_nothing(tmp_path: Path, case
     assert sorted(path.name for path in tmp_path.iterdir() if "corpus" in path.name) == (
         ["corpus"] if case == "in use" else []
     )
+
+
+@pytest.mark.parametrize(("data", "cause"), [(b"\xff" * 64, "vocabulary"), (b"\x00" * 62, "62 bytes")])
+def test_a_strangers_corpus_whose_shards_are_none_is_refused(tmp_path: Path, data: bytes, cause: str) -> None:
+    """Named by its right digest, so that only its content tells: every node would fail on it."""
+    corpus, _ = made(tmp_path)
+    digest = sha256(data).digest()
+    lying = msgspec.structs.replace(corpus, train=(*corpus.train, digest))
+    shard_path(tmp_path / "corpus", digest).write_bytes(data)
+    with pytest.raises(CorpusError, match=cause):
+        check_shards(tmp_path / "corpus", lying)
 
 
 def test_a_damaged_corpus_says_what_is_wrong(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ def test_a_scaffold_of_another_model_is_refused(
     arguments = ("--phase", "pretrain", "--model", config_folder, "--corpus", corpus, "--sequence", "32")
     assert init(tmp_path / "run", *arguments, "--scaffold", file) == 2
     assert "does not hold a scaffold of 2 layers" in capsys.readouterr().err
+    config = read_config(config_folder)
+    model = build_model(scaffold_config(config, make_cut(6, 2, 2)), torch.float32, seed=0)
+    save_file({name: p.detach() * float("nan") for name, p in model.named_parameters()}, file)
+    assert init(tmp_path / "run", *arguments, "--scaffold", file) == 2
+    assert "not made of finite numbers" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -241,6 +246,15 @@ def test_steps_follow_from_the_number_of_parameters_where_nobody_chose_them() ->
     assert 0.25 <= spec.adapt.steps / (spec.rounds * spec.steps) <= 0.4
     alone = schedule(size, Counts(12, 400_000, 1_000_000), bytes(32), Choices(), "float32")
     assert (alone.outer_rate, alone.outer_momentum) == (1.0, 0.0)
+
+
+def test_four_contributors_and_more_are_averaged_without_their_extremes() -> None:
+    def trim(**choices: Any) -> float:
+        made = schedule(SIZES["tiny"], Counts(8, 10**6, 10**6), bytes(32), Choices(**choices), "float32")
+        return made.trim
+
+    assert [trim(contributors=number) for number in (1, 3, 4, 8)] == [0.0, 0.0, 0.25, 0.25]
+    assert trim(contributors=8, trim=0.0) == 0.0
 
 
 def test_a_scaffold_is_half_as_deep_but_has_a_layer_for_every_block() -> None:

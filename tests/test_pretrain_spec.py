@@ -29,11 +29,22 @@ def test_a_sound_spec_passes_and_says_how_its_units_lie() -> None:
         ({"steps": 65, "commit_every": 1}, 3),
         ({"scaffold": None, "scaffold_recipe": msgspec.structs.replace(pretrain_spec().adapt, steps=0)}, 3),
         ({"timeout_s": 20.0, "deadline_s": 10.0}, 3),
+        ({"recipe": msgspec.structs.replace(pretrain_spec().recipe, beta1=1.0)}, 3),
         ({}, 2),
         ({}, 4),
         ({"then_posttrain": True}, 3),
     ],
-    ids=["quorum", "slices", "segments", "scaffold", "deadline", "no room", "beyond", "no room to go on"],
+    ids=[
+        "quorum",
+        "slices",
+        "segments",
+        "scaffold",
+        "deadline",
+        "beta",
+        "no room",
+        "beyond",
+        "no room to go on",
+    ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(changes: dict[str, object], versions: int) -> None:
     with pytest.raises(MalformedError):

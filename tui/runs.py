@@ -160,13 +160,13 @@ def init(
     delta: str = typer.Option(
         "float32", "--delta", metavar="FORMAT", help="Pretrain: differences as float32, bfloat16 or int8."
     ),
-    trim: float = typer.Option(
-        0.0,
+    trim: float | None = typer.Option(
+        None,
         "--trim",
         metavar="X",
         min=0.0,
         max=0.49,
-        help="Pretrain: share of extremes left out of means.",
+        help="Pretrain: share of extremes left out of means (0.25 from 4 contributors on).",
     ),
     adapt_steps: int | None = typer.Option(
         None,
