@@ -1,0 +1,690 @@
+"""The terminal application: every key of every screen, what strangers may write, life without a node."""
+
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from app_support import Watched, frame, play, press, recorded, text, use_utc
+from textual.binding import Binding
+
+from barnraise.tui.app.app import NodeApp
+from barnraise.tui.app.consent import Consent
+from barnraise.tui.app.dialogs import Ask, Confirm, PauseFor
+from barnraise.tui.app.help import Help
+from barnraise.tui.app.listing import Listing
+from barnraise.tui.app.screen import TABS, NodeScreen
+from barnraise.tui.app.sheet import Sheet
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_utc(monkeypatch)
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(TABS, 1)), ids=TABS)
+def test_a_number_opens_its_screen(number: int, name: str) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, str(number))
+        assert app.current_mode == name
+        assert app.screen.tab == name
+
+    play(story, Watched())
+
+
+def test_tab_and_arrows_go_around_the_screens() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        seen = []
+        for key in ("tab", "right", "tab", "tab", "right", "tab"):
+            await press(app, pilot, key)
+            seen.append(app.current_mode)
+        assert seen == [*TABS[1:], TABS[0]]
+        await press(app, pilot, "left")
+        assert app.current_mode == TABS[-1]
+        await press(app, pilot, "shift+tab")
+        assert app.current_mode == TABS[-2]
+
+    play(story, Watched())
+
+
+@pytest.mark.parametrize("screen", TABS)
+def test_pause_resume_and_finish_work_on_every_screen(screen: str) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, str(TABS.index(screen) + 1), "p", "r", "f")
+        assert app.sent == [("pause", {}), ("resume", {}), ("finish", {})]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("screen", TABS)
+def test_leaving_asks_first(screen: str) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, str(TABS.index(screen) + 1), "l")
+        assert isinstance(app.screen, Confirm)
+        assert "Leave the run and end this node?" in text(app)
+        for no in ("n", "escape", "q"):
+            await press(app, pilot, no)
+            assert not isinstance(app.screen, Confirm)
+            assert app.sent == []
+            await press(app, pilot, "l")
+        await press(app, pilot, "y")
+        assert app.sent == [("leave", {})]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keys", "seconds"),
+    [
+        (("f1",), 1800),
+        (("f2",), 3600),
+        (("f3",), 7200),
+        (("f4",), 28_800),
+        ((*"1h30m", "enter"), 5400),
+        ((*"90s", "enter"), 90),
+    ],
+    ids=["F1", "F2", "F3", "F4", "hour-and-a-half", "seconds"],
+)
+def test_a_pause_may_end_by_itself(keys: tuple[str, ...], seconds: int) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "P")
+        assert isinstance(app.screen, PauseFor)
+        await press(app, pilot, *keys)
+        assert app.sent == [("pause", {"seconds": seconds})]
+        assert app.screen.tab == "overview"
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_a_time_that_is_none_is_explained_and_escape_changes_nothing() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "P", *"soon", "enter")
+        assert "write it like 30m" in text(app)
+        await press(app, pilot, "escape")
+        assert app.sent == []
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_quitting_says_that_the_node_goes_on() -> None:
+    for key in ("q", "ctrl+q", "ctrl+c"):
+        app = Watched()
+
+        async def story(app: NodeApp, pilot: Any, key: str = key) -> None:
+            app.take_state(recorded())
+            await pilot.press(key)
+
+        play(story, app)
+        assert app.sent == []
+        assert app.return_value is not None
+        assert app.return_value.startswith("the node goes on (generating, for 2h 44m now)")
+        assert "barnraise leave" in app.return_value
+
+
+def test_help_names_every_key_of_the_app_and_its_screens() -> None:
+    from barnraise.tui.app import help
+
+    told = " ".join(f"{key} {about}" for pairs in (help.KEYS, help.SCREENS) for key, about in pairs)
+    spelled = {
+        "question_mark": "",
+        "slash": "/",
+        "ctrl+p": "^p",
+        "ctrl+r": "^r",
+        "ctrl+q": "^q",
+        "ctrl+c": "",
+    }
+    for owner in (NodeApp, *(screen for screen in NodeApp.MODES.values())):
+        for binding in owner.BINDINGS:
+            assert isinstance(binding, Binding)
+            if binding.key[0].isdigit() or "scroll" in binding.action or "neighbour" in binding.action:
+                continue
+            keys = [spelled.get(key, key) for key in binding.key.split(",")]
+            assert any(key in told or key.capitalize() in told for key in keys), binding
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        for way_out in ("escape", "question_mark", "q", "enter"):
+            await press(app, pilot, "question_mark")
+            assert isinstance(app.screen, Help)
+            await press(app, pilot, "down", "j", "pagedown", "up", "k", "pageup", way_out)
+            assert not isinstance(app.screen, Help)
+
+    play(story, Watched())
+
+
+def test_every_key_in_the_footer_explains_itself() -> None:
+    for owner in (NodeApp, *NodeApp.MODES.values(), Ask, PauseFor, Confirm, Consent, Help):
+        for binding in owner.BINDINGS:
+            assert isinstance(binding, Binding)
+            if binding.show:
+                assert binding.tooltip, (owner, binding)
+
+
+@pytest.mark.parametrize("screen", TABS)
+def test_the_footer_fits_80_columns(screen: str) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, str(TABS.index(screen) + 1))
+        assert frame(app)[-1].endswith("q Quit")
+
+    play(story, Watched())
+
+
+def test_the_palette_finds_commands_by_name() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "ctrl+p")
+        await pilot.press(*"pause for 2h")
+        for _ in range(100):
+            await pilot.pause(0.05)
+            if "Pause for 2h" in text(app):
+                break
+        await pilot.press("enter")
+        for _ in range(100):
+            await pilot.pause(0.05)
+            if app.sent:
+                break
+        assert app.sent == [("pause", {"seconds": 7200})]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_every_command_of_the_palette_can_be_called() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        for command in list(app.get_system_commands(app.screen)):
+            if command.title == "Quit":
+                continue
+            command.callback()
+            await pilot.pause()
+            if not isinstance(app.screen, NodeScreen):
+                await press(app, pilot, "escape")
+        assert [name for name, _ in app.sent] == ["pause"] * 5 + ["resume", "finish"]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_t_changes_between_dark_and_light() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        assert app.current_theme.dark
+        await press(app, pilot, "t")
+        assert not app.current_theme.dark
+        await press(app, pilot, "t")
+        assert app.current_theme.dark
+
+    play(story, Watched())
+    assert not Watched(light=True).current_theme.dark
+
+
+# --- the lists
+
+
+def test_work_lists_verdicts_from_the_receipts_and_the_cursor_shows_one_in_full() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "2")
+        listing = app.screen.query_one(Listing)
+        assert len(listing.entries) == 61
+        assert listing.current == "802"
+        await press(app, pilot, "down", "j")
+        assert listing.current == "779"
+        assert "accepted, every check passed: +609 Mflop" in text(app)
+        await press(app, pilot, "end")
+        assert listing.at_end
+        await press(app, pilot, "home", "pagedown", "pageup", "up", "k", "g", "G")
+        assert listing.at_end
+        await press(app, pilot, "x")
+        assert "nothing was rejected" in text(app)
+        await press(app, pilot, "x")
+        assert len(listing.entries) == 61
+
+    play(story, Watched())
+
+
+def test_only_a_rejection_can_be_appealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "2", "a")
+        assert app.sent == []
+        assert "only a rejected submission" in app.said[-1]
+        last = app.book.verdicts[-1]
+        app.book = replace(
+            app.book,
+            verdicts=(
+                *app.book.verdicts[:-1],
+                replace(last, outcome="rejected", text="rejected by check toploc"),
+            ),
+        )
+        app.draw()
+        await press(app, pilot, "x", "a")
+        assert app.sent == [("appeal", {"receipt": "#802"})]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_the_ledger_shows_the_balance_and_that_every_signature_was_checked() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "4")
+        shown = text(app)
+        assert "37.4 Gflop" in shown
+        assert "all 61 signatures hold, by the run's key e91c f058 86c1 61ca" in shown
+        await press(app, pilot, "c")
+        assert app.said == ["checked 61 of 61 signatures"]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_swarm_shows_peers_and_moves() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "3", "down")
+        shown = text(app)
+        assert "12D3KooWNAUnwcNxQwiTcXNFanWaZrruFuh6XqJuEpdrTnhxy7v6" in shown  # the one at the cursor
+        assert "coordinator  direct        parent" in shown
+        assert "16/16 shards" in shown
+
+    play(story, Watched())
+
+
+def test_a_limit_is_changed_in_place() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "5", "enter")
+        assert isinstance(app.screen, Ask)
+        await press(app, pilot, *"fast", "enter")
+        assert "is no rate" in text(app)
+        await press(app, pilot, *["backspace"] * 4, *"20MB/s", "enter")
+        await press(app, pilot, "down", "o")
+        while app.screen.query_one(Listing).current != "when":
+            await press(app, pilot, "down")
+        await press(app, pilot, "e")
+        await press(app, pilot, "down", "o")
+        assert app.sent == [
+            ("limits", {"down": 20_000_000}),
+            ("limits", {"up": None}),
+            ("limits", {"when": "idle"}),
+        ]
+        assert "there is always a limit" in app.said[-1]
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_limits_of_a_node_that_knows_fewer_are_fewer() -> None:
+    state = recorded()
+    state["limits"] = {"up": None, "down": 1e6, "monthly": None, "monthly_used": 5, "spent_until_ms": None}
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(state)
+        await press(app, pilot, "5")
+        assert [entry.key for entry in app.screen.query_one(Listing).entries] == ["down", "up", "monthly"]
+
+    play(story, Watched())
+
+
+def test_the_log_is_followed_searched_and_filtered() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "6")
+        listing = app.screen.query_one(Listing)
+        assert listing.at_end
+        last = listing.current
+        await press(app, pilot, "slash", *"published", "enter")
+        assert "version 38 was published" in text(app)
+        assert listing.current != last
+        first = listing.current
+        await press(app, pilot, "N")
+        assert listing.current != first
+        await press(app, pilot, "n")
+        assert listing.current == first
+        count = len(listing.entries)
+        await press(app, pilot, "o")
+        assert 0 < len(listing.entries) < count
+        await press(app, pilot, "o", "escape")
+        assert len(listing.entries) == count
+        await press(app, pilot, "space")
+        assert listing.at_end
+        await press(app, pilot, "w")
+        assert len(listing.entries) == 1  # an error of the network's
+        await press(app, pilot, "w", "slash", *"nowhere", "enter", "o")
+        assert "no such line" in text(app)
+        await press(app, pilot, "escape")
+        await press(app, pilot, "w", "end")
+        assert len(listing.entries) == count
+        await press(app, pilot, "slash", "escape")
+        assert app.focused is listing
+
+    play(story, Watched())
+
+
+def test_a_log_that_grows_is_followed_and_one_that_is_read_stands_still(tmp_path: Path) -> None:
+    log = tmp_path / "node.log"
+    log.write_text("".join(f"2026-12-02 04:00:{i:02d},000 INFO barnraise.node line {i}\n" for i in range(40)))
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "6")
+        listing = app.screen.query_one(Listing)
+        with log.open("a") as file:
+            file.write("2026-12-02 04:01:00,000 ERROR barnraise.node it broke\nTraceback\n")
+        app.draw()
+        await pilot.pause()
+        assert listing.current == "41"
+        await press(app, pilot, "up", "up")
+        with log.open("a") as file:
+            file.write("2026-12-02 04:01:01,000 INFO barnraise.node on\n")
+        app.draw()
+        await pilot.pause()
+        assert listing.current == "39"
+        await press(app, pilot, "w", "w", "space")
+        assert [entry.key for entry in listing.entries] == ["40", "41"]
+
+    play(story, Watched(tmp_path))
+
+
+# --- consent
+
+
+def asked() -> dict[str, Any]:
+    return {
+        "run_id": "ab" * 32,
+        "fields": [["run", "reverse [bold red]x[/]"], ["operator", "e91c f058"], ["disk", "about 3.1 GB"]],
+    }
+
+
+@pytest.mark.parametrize(("key", "command"), [("y", "agree"), ("n", "decline")], ids=["yes", "no"])
+def test_a_run_is_described_before_it_is_joined(key: str, command: str) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        state = recorded() | {"consent": asked()}
+        app.take_state(state)
+        await pilot.pause()
+        assert isinstance(app.screen, Consent)
+        assert "reverse [bold red]x[/]" in text(app)
+        assert "about 3.1 GB" in text(app)
+        await press(app, pilot, "down", "up", key)
+        assert app.sent == [(command, {"run_id": "ab" * 32})]
+        app.take_state(state)  # the daemon has not seen the answer yet
+        await pilot.pause()
+        assert not isinstance(app.screen, Consent)
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def test_consent_given_elsewhere_closes_the_question_and_q_leaves_it_open() -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded() | {"consent": asked()})
+        await pilot.pause()
+        app.take_state(recorded() | {"consent": None})
+        await pilot.pause()
+        assert not isinstance(app.screen, Consent)
+        app.take_state(recorded() | {"consent": asked()})
+        await pilot.pause()
+        assert isinstance(app.screen, Consent)
+        await pilot.press("q")
+
+    app = Watched()
+    play(story, app)  # type: ignore[arg-type]
+    assert app.sent == []
+    assert (app.return_value or "").startswith("the node goes on")
+
+
+# --- without a node
+
+
+@pytest.mark.parametrize("screen", TABS)
+def test_a_node_that_never_ran_says_how_to_start_it(screen: str, tmp_path: Path) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_loss("no process serves x", app.clock() + 4)
+        await press(app, pilot, str(TABS.index(screen) + 1))
+        shown = " ".join(text(app).split())
+        assert "No node is running here." in shown
+        assert "barnraise join MULTIADDR --data" in shown
+        assert "Looking again in 4s" in shown
+        await press(app, pilot, "ctrl+r")
+
+    play(story, Watched(tmp_path), size=(100, 24))
+
+
+def test_a_node_that_ended_leaves_its_last_picture_and_comes_back() -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        app.take_loss("the daemon has ended", app.clock() + 1)
+        await pilot.pause()
+        shown = text(app)
+        assert "The node has ended. This is what was last seen of it, at 04:08:29" in shown
+        assert "37.4 Gflop" in shown
+        assert "no node" in frame(app)[0]
+        app.take_state(recorded())
+        await pilot.pause()
+        assert "The node has ended" not in text(app)
+
+    play(story, Watched())
+
+
+def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
+    app = Watched()
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_loss("nobody there", app.clock() + 1)
+        await pilot.press("q")
+
+    play(story, app)
+    assert app.return_value == "no node is running here"
+
+
+def test_a_suspension_shows_its_reason_and_cure_on_every_screen() -> None:
+    state = recorded() | {
+        "state": "paused",
+        "suspended": [{"reason": "on battery", "cure": "plug it in", "until_ms": None}],
+    }
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(state)
+        for number in range(1, 7):
+            await press(app, pilot, str(number))
+            assert "Suspended: on battery; plug it in" in text(app)
+
+    play(story, Watched())
+
+
+def test_another_node_with_the_same_key_is_announced_everywhere() -> None:  # R9
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded() | {"duplicate_key": True})
+        await pilot.pause()
+        assert "Another node uses the same key" in text(app)
+
+    play(story, Watched())
+
+
+# --- strangers
+
+
+HOSTILE = (
+    "[bold red]x[/]",
+    "[/]",
+    "[@click=app.detach]click[/]",
+    "[link=file:///etc/passwd]y",
+    "\x1b[2J\x1b]0;owned\x07",
+    "\x9b31m",
+    "a\u202egnp.exe",
+    "line\r\nline",
+    "\u200b\u200d\ufeff",
+    "$text-error",
+    "{name}",
+    "\\[",
+    "漢字" * 40,
+    "e\u0301" * 30,
+    "👩‍👩‍👧‍👦" * 10,
+    "\ud800",
+    "x" * 100_000,
+)
+
+
+def poisoned(value: Any, poison: str) -> Any:
+    if isinstance(value, dict):
+        return {key: poisoned(item, poison) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item, poison) for item in value]
+    return poison if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("poison", HOSTILE, ids=[f"poison{n}" for n in range(len(HOSTILE))])
+def test_no_text_from_outside_is_markup_or_moves_the_cursor(poison: str) -> None:
+    from barnraise.tui.app.clean import cleaned
+
+    state = poisoned(recorded(), poison) | {"consent": {"run_id": poison, "fields": [[poison, poison]] * 3}}
+    state["suspended"] = [{"reason": poison, "cure": poison, "until_ms": None}]
+    plain = poison if poison.isascii() and poison.isprintable() and len(poison) < 30 else None
+
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(cleaned(state))
+        await pilot.pause()
+        if plain:
+            assert plain in text(app)
+        assert_harmless(app)
+        await press(app, pilot, "n")
+        for number in range(1, 7):
+            await press(app, pilot, str(number), "down")
+            if plain and number == 1:
+                assert f"in {plain}" in frame(app)[0]
+            assert_harmless(app)
+        app.say(poison)
+        await pilot.pause()
+        assert_harmless(app)
+        assert "owned" not in app.title
+
+    play(story, Watched())  # type: ignore[arg-type]
+
+
+def assert_harmless(app: NodeApp) -> None:
+    for line in frame(app):
+        assert line.isprintable(), ascii(line)
+    for strip in app.screen._compositor.render_strips():
+        assert strip.cell_length == app.size.width
+        for segment in strip:
+            meta = segment.style.meta if segment.style else {}
+            assert not any(name.startswith("@") and "detach" in str(action) for name, action in meta.items())
+            assert segment.style is None or segment.style.link is None
+
+
+def test_the_log_holds_no_markup_either(tmp_path: Path) -> None:
+    lines = [
+        f"2026-12-02 04:00:00,000 INFO barnraise.node {poison}" for poison in HOSTILE if poison != "\ud800"
+    ]
+    (tmp_path / "node.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await press(app, pilot, "6")
+        for _ in range(len(HOSTILE)):
+            assert_harmless(app)
+            await press(app, pilot, "up")
+        assert "[bold red]x[/]" in text(app)
+
+    play(story, Watched(tmp_path))
+
+
+# --- poor terminals
+
+
+@pytest.mark.parametrize("screen", TABS)
+def test_ascii_is_all_that_a_poor_terminal_gets(screen: str) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(poisoned(recorded(), "Ålesund 漢 ▇"))
+        await press(app, pilot, str(TABS.index(screen) + 1), "l")
+        assert text(app).isascii()
+        await press(app, pilot, "n", "question_mark")
+        assert text(app).isascii()
+        await press(app, pilot, "escape", "ctrl+p")
+        await pilot.pause(0.2)
+        assert text(app).isascii()
+        for strip in app.screen._compositor.render_strips():
+            assert strip.cell_length == 80
+
+    play(story, Watched(ascii=True))
+
+
+def test_no_color_means_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        for key in "123456":
+            await press(app, pilot, key)
+            for strip in app.screen._compositor.render_strips():
+                for segment in strip:
+                    style = segment.style
+                    for color in (style.color, style.bgcolor) if style else ():
+                        assert color is None or color.is_default, (key, segment)
+        cursor = [
+            strip
+            for strip in app.screen._compositor.render_strips()
+            for s in strip
+            if s.style and s.style.reverse
+        ]
+        assert cursor  # the cursor is seen all the same
+
+    play(story, Watched())
+
+
+@pytest.mark.parametrize(
+    "size", [(20, 5), (40, 10), (80, 24), (200, 60)], ids=["tiny", "small", "usual", "large"]
+)
+def test_any_size_is_drawn(size: tuple[int, int]) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        for key in "123456":
+            await press(app, pilot, key, "down", "up")
+            assert_harmless(app)
+
+    play(story, Watched(), size=size)
+
+
+def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    render = Sheet.render
+
+    def counted(self: Sheet) -> Any:
+        drawn.append(self.id or "")
+        return render(self)
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        await pilot.pause()
+        monkeypatch.setattr(Sheet, "render", counted)
+        for _ in range(20):
+            app.take_state(recorded())
+            await pilot.pause()
+        assert drawn == []
+        app.take_state(recorded() | {"credit": 40_000})
+        await pilot.pause()
+        assert set(drawn) == {"earned"}
+
+    play(story, Watched())
+
+
+def test_every_action_that_a_key_names_exists() -> None:
+    for owner in (NodeApp, *NodeApp.MODES.values(), Ask, PauseFor, Confirm, Consent, Help, Listing):
+        for binding in owner.BINDINGS:
+            name = binding.action.partition("(")[0]
+            holder = NodeApp if name.startswith("app.") else owner
+            action = getattr(holder, f"action_{name.removeprefix('app.')}", None)
+            assert callable(action) or inspect.iscoroutinefunction(action), binding
+
+
+def test_the_app_ends_at_once_although_a_command_hangs(tmp_path: Path) -> None:
+    async def run() -> None:
+        app = NodeApp(tmp_path, ascii=False)
+        async with app.run_test() as pilot:
+            app.order("pause")
+            await pilot.press("q")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
