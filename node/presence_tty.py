@@ -6,7 +6,6 @@ most, so that somebody who comes back at a terminal is seen up to eight seconds 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,7 +27,7 @@ class Terminals:
     def __init__(self, dev: Path = DEV, users: Callable[[], Iterable[str]] | None = None) -> None:
         """``users``: names of the terminals of those who are logged in, below ``dev``."""
         self._dev = dev
-        self._users = users or _logged_in
+        self._users = users or logged_in
         self._looked_at = -float("inf")
         self._paths: list[Path] = []
 
@@ -59,8 +58,10 @@ class Terminals:
         return found
 
 
-def _logged_in() -> list[str]:
+def logged_in() -> list[str]:
+    """The terminals of those who are logged in, below ``/dev``, as the system's list has them."""
     try:
-        return [user.terminal for user in psutil.users() if user.terminal and os.sep != user.terminal[:1]]
+        names = [user.terminal for user in psutil.users()]
     except (OSError, psutil.Error):
         return []
+    return [name for name in names if name and not name.startswith((":", "/"))]
