@@ -5,9 +5,9 @@
 A block of a random Llama is trained for ``--steps`` AdamW steps of eight sequences, whole and in
 micro-batches of 4, 2 and 1, in float32 and in bfloat16 autocast, one thread. An auditor that
 takes whole batches in float32 compares (``barnraise.kernels.block_audit.SegmentError``; the
-limits in use are those of ``BlockTolerance``). Memory: the peak resident size of a process of its own that makes
-two steps, above what it had before them, beside the estimate by which a node chooses
-(``barnraise.node.sizing``).
+limits in use are those of ``BlockTolerance``). Memory: the peak resident size of a process of
+its own that makes two steps, above what it had before them, beside the estimate by which a
+node chooses (``barnraise.node.sizing``).
 """
 
 from __future__ import annotations

@@ -123,16 +123,20 @@ class BlockTrainer:
         lifetime_steps: int,
         device: str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
+        micro: int = 0,
     ) -> None:
         """Build S_i around ``state``.
 
         Args:
             lifetime_steps: steps that the block had before this unit.
+            micro: sequences in memory at once; 0: the whole batch. Fewer take less memory and
+                give the same step, but for the order of sums (``benchmarks/micro_batches.py``).
 
         Raises:
             ModelError: config, scaffold and state do not fit each other.
         """
         self.recipe = recipe
+        self.micro = micro
         self._before = lifetime_steps
         self._compute = compute_dtype
         self._device = torch.device(device)
@@ -185,22 +189,32 @@ class BlockTrainer:
     ) -> list[float]:
         """One step per batch (int64 [B, L]); the loss (nats per token) before each.
 
-        ``should_stop`` is polled between steps; the state stays whole.
+        ``should_stop`` is polled between steps and micro-batches; the state stays whole.
 
         Raises:
             ModelError: a loss or gradient is not finite; the state is that before the step.
         """
         losses = []
         for batch in batches:
-            if should_stop():
+            loss = self._one(batch.to(self._device), should_stop)
+            if loss is None:
                 break
-            losses.append(self._one(batch.to(self._device)))
+            losses.append(loss)
         return losses
 
-    def _one(self, batch: Tensor) -> float:
+    def _one(self, batch: Tensor, should_stop: Callable[[], bool]) -> float | None:
+        """A step, and the loss before it; None: stopped, nothing has changed."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss(self._model, batch, self._compute)
-        loss.backward()  # type: ignore[no-untyped-call]
+        parts = batch.split(self.micro or len(batch))
+        loss = torch.zeros((), device=self._device)
+        for part in parts:
+            if should_stop():
+                return None
+            share = next_token_loss(self._model, part, self._compute)
+            if len(parts) > 1:  # all sequences are of one length: the mean of means, by their number
+                share = share * (len(part) / len(batch))
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += share.detach()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.recipe.clip, foreach=False)
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
             raise ModelError(f"step {self._step}: the loss is {float(loss)}, the gradient norm {float(norm)}")
@@ -209,7 +223,7 @@ class BlockTrainer:
             group["lr"] = rate
         self._optimizer.step()
         self._step += 1
-        return float(loss.detach())
+        return float(loss)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Tensor]) -> float:

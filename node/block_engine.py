@@ -13,6 +13,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
+from barnraise.node.engine import Sized
 from barnraise.protocol.spec import RunSpec
 
 DELTA_FILE = "delta.safetensors"
@@ -39,6 +40,9 @@ class BlockWork(Struct, frozen=True, kw_only=True, tag=True):
     shards: str
     folder: str
     residual: str
+    shrink: Annotated[int, Meta(ge=0, le=16)] = (
+        0  # how often to halve what is held at once (R5)
+    )
 
 
 class BlockProgress(Struct, frozen=True, kw_only=True, tag=True):
@@ -54,6 +58,7 @@ class BlockProgress(Struct, frozen=True, kw_only=True, tag=True):
     engine: str = ""  # such as "torch-cpu-float32"
     device: str = ""
     memory_bytes: Annotated[int, Meta(ge=0)] = 0  # resident memory of the engine's process
+    sized: Sized | None = None
 
 
 class BlockTrained(Struct, frozen=True, kw_only=True, tag=True):

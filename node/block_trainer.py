@@ -42,6 +42,7 @@ from barnraise.kernels.token_shards import batches
 from barnraise.node.block_engine import DELTA_FILE, BlockProgress, BlockTrained, BlockWork, state_name
 from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.pending import write_durably
+from barnraise.node.sizing import size_block
 from barnraise.protocol.corpus import read_corpus, sequences
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.manifest import check_shard
@@ -126,6 +127,8 @@ class _Unit:
             device=device,
             compute_dtype=DTYPES[run.model.compute_dtype],
         )
+        self.sized = size_block(self.config, self.cut, work, spec, torch.device(device))
+        self.trainer.micro = self.sized.at_once
         self._progress = progress
         self._device_name = device_name
         self._told = 0.0
@@ -206,6 +209,7 @@ class _Unit:
                 engine=self.engine,
                 device=self._device_name,
                 memory_bytes=psutil.Process().memory_info().rss,
+                sized=self.sized,
             )
         )
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,13 +27,13 @@ from barnraise.node.block_trainer import train_unit
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
 from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.patching import patches_since
+from barnraise.node.sizing import size_unit
 from barnraise.protocol.environments import Environment, build_environment
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.messages import Rollout
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import RunSpec
 
-MAX_BATCH = 256
 _PROGRESS_S = 0.05
 
 
@@ -105,6 +104,8 @@ class Generator:
         began = time.monotonic()
         prompts, seeds = _draw_tasks(loaded, work)
         with telling_out_of_memory(self.device):
+            sized = size_unit(loaded.policy, loaded.spec, prompts, work.shrink)
+            progress(Progress(completions=0, tokens=0, sized=sized))
             completions = generate(
                 loaded.policy,
                 prompts,
@@ -113,7 +114,7 @@ class Generator:
                 loaded.spec.model.eos_token,
                 should_stop,
                 _Throttle(progress),
-                max(1, batch_size(loaded.policy, loaded.spec, prompts) >> work.shrink),
+                sized.at_once,
             )
             verify = loaded.spec.verify
             states = [completion.states for completion in completions]
@@ -231,30 +232,6 @@ def device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return device
-
-
-def batch_size(policy: Policy, spec: RunSpec, prompts: list[list[int]]) -> int:
-    """How many sequences to hold at once, so that they take at most half of the free memory (R5).
-
-    Counted per sequence: keys and values of every layer, twice (the cache grows by
-    copying), captured states, and one step's logits in float32 a few times over.
-    """
-    text: Any = policy.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or policy.hidden_size // text.num_attention_heads
-    element = torch.finfo(policy.compute_dtype).bits // 8
-    length = max(len(prompt) for prompt in prompts) + spec.sampling.max_new_tokens
-    cache = 2 * 2 * text.num_hidden_layers * heads * head_dim * element * length
-    states = 2 * policy.hidden_size * element * spec.sampling.max_new_tokens
-    row = cache + states + 8 * 4 * policy.vocabulary
-    return max(1, min(MAX_BATCH, int(free_memory(policy.device) // 2 // row)))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now: on the accelerator, or of the machine's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 def _draw_tasks(loaded: _Loaded, work: Work) -> tuple[list[list[int]], list[int]]:

@@ -53,7 +53,7 @@ async def train(ctx: Context, action: Train, scope: trio.CancelScope) -> None:
                 if not await ctx.versions.recheck(unit.version):
                     _without_version(ctx, unit.version)
                     return
-                work = await _prepare(ctx, lease, version_folder)
+                work = await _prepare(ctx, lease, version_folder, action.shrink)
                 trained = await _run_engine(ctx, lease, work, shown)
             folder = Path(work.folder)
             entries = [await _entry(folder / name) for name in (*trained.states, trained.delta)]
@@ -113,6 +113,8 @@ async def _run_engine(
             if made.steps:
                 ctx.say(f"unit {lease.unit_id}: going on after step {made.steps} of {spec.steps}")
         shown.step, shown.tokens, shown.loss, shown.saved = made.steps, made.tokens, made.loss, made.saved
+        if made.sized is not None:
+            ctx.facts.sized = made.sized
         if made.engine:
             ctx.facts.engine, ctx.facts.device = printable(made.engine, 64), printable(made.device, 64)
             ctx.facts.engine_memory = made.memory_bytes
@@ -176,7 +178,7 @@ def _finish(
 # --- what a unit needs
 
 
-async def _prepare(ctx: Context, lease: BlockLease, version_folder: Path) -> BlockWork:
+async def _prepare(ctx: Context, lease: BlockLease, version_folder: Path, shrink: int) -> BlockWork:
     """Bring everything onto the disk that the engine reads, having made sure that it all fits.
 
     Raises:
@@ -221,6 +223,7 @@ async def _prepare(ctx: Context, lease: BlockLease, version_folder: Path) -> Blo
         shards=str(shards),
         folder=str(folder),
         residual=str(units.residual(lease.block)) if spec.delta == "int8" else "",
+        shrink=shrink,
     )
 
 
@@ -239,11 +242,12 @@ def _ensure_room(ctx: Context, lease: BlockLease, block: int, shards: int) -> No
         f"a unit of this run needs {need / 1e6:.1f} MB for {len(segments(spec))} states and their difference"
         + (f", and {shards / 1e6:.1f} MB for its part of the corpus" if shards else "")
     )
-    limit = ctx.config.disk_bytes
+    limit = ctx.limits.disk
     if kept + need + shards > limit:
         waiting = f", beside {kept / 1e6:.1f} MB of units that wait for their verdict" if kept else ""
         raise StorageError(
-            f"{what}{waiting}; this node may use {limit / 1e6:.1f} MB: raise the limit (--disk-gb)"
+            f"{what}{waiting}; this node may use {limit / 1e6:.1f} MB: raise the limit "
+            "(barnraise limits set --disk)"
         )
     try:
         ctx.store.ensure_room(shards, scratch=max(0, need - there))

@@ -17,15 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barnraise.coordinator.corpus_files import open_corpus
-from barnraise.kernels.block_audit import largest_excess
+from barnraise.kernels.block_audit import compare, largest_excess
 from barnraise.kernels.block_files import read_block, read_scaffold
-from barnraise.kernels.block_training import read_state
+from barnraise.kernels.block_training import read_state, start_state
 from barnraise.kernels.deltas import decode_delta, difference, encode_delta, rounding
 from barnraise.kernels.models import ModelError
-from barnraise.kernels.mot import Tensors, make_cut
+from barnraise.kernels.mot import Tensors, layer_count, make_cut
+from barnraise.node import sizing
 from barnraise.node.block_engine import BlockEngine, BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import TrainingStopped, train_unit
 from barnraise.node.engine_child import ChildEngine
+from barnraise.node.sizing import block_bytes
 from barnraise.node.torch_engine import TorchEngine
 from barnraise.protocol.corpus import corpus_bytes
 from barnraise.protocol.errors import BarnraiseError, ChildError
@@ -264,6 +266,41 @@ def test_a_corpus_of_more_words_than_the_model_has_is_refused(tmp_path: Path, ru
     small = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, vocabulary=100))
     with pytest.raises(BarnraiseError, match="tokenizer"):
         train(small, work(tmp_path))
+
+
+@pytest.mark.parametrize("shrink", [1, 2, 9])
+def test_r5_a_unit_that_memory_did_not_suffice_for_is_done_in_micro_batches_with_the_same_result(
+    tmp_path: Path, run: RunSpec, shrink: int
+) -> None:
+    assert run.pretrain is not None
+    whole, small = work(tmp_path, "whole"), msgspec.structs.replace(work(tmp_path, "small"), shrink=shrink)
+    seen: list[BlockProgress] = []
+    a, b = train(run, whole), train(run, small, seen.append)
+    sized = seen[-1].sized
+    assert sized is not None
+    assert (sized.at_once, sized.most, sized.halved) == (max(1, 4 >> shrink), 4, shrink)
+    assert b.losses == pytest.approx(a.losses, rel=1e-4)
+    like = start(tmp_path, run)
+    ends = [read_state(files(unit)[a.states[-1]], like, 6) for unit in (whole, small)]
+    error = compare(start_state(like), ends[1], ends[0])
+    tolerance = run.pretrain.tolerance
+    assert error.update < tolerance.update / 100
+    assert error.first < tolerance.first / 100
+    assert error.second < tolerance.second / 100
+    assert error.worst_tensor < tolerance.worst_tensor / 100
+
+
+def test_r5_a_blocks_batch_follows_the_free_memory(
+    tmp_path: Path, run: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = make_cut(layer_count(CONFIG), 2, 2)
+    each = block_bytes(CONFIG, cut, 1, 16)
+    for free, expected in ((1 << 40, 4), (2 * each * 3, 3), (0, 1)):
+        monkeypatch.setattr(sizing, "free_memory", lambda device, free=free: free)
+        seen: list[BlockProgress] = []
+        train(run, work(tmp_path, str(free)), seen.append)
+        assert seen[0].sized is not None
+        assert (seen[0].sized.at_once, seen[0].sized.free) == (expected, free)
 
 
 def check_types() -> tuple[BlockEngine, BlockEngine]:

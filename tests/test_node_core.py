@@ -169,8 +169,9 @@ def answers(world: World, action: Action) -> list[Event]:
                 EngineFailed("died", False, False, jitter),
                 UnitUnusable("disk full", jitter),
             ]
-        case Train(unit):
+        case Train(unit, shrink):
             assert unit.is_block
+            assert shrink == state.shrink
             if state.engine == "stopping":
                 return [EngineStopped(alive=True), UnitDelayed("slow", jitter)]
             world.submissions += 1
@@ -336,7 +337,7 @@ def test_a_download_begins_again_when_the_coordinator_is_back() -> None:
     assert last(world, FetchStopped(), Fetch) == [Fetch(2)]
 
 
-def test_out_of_memory_is_retried_smaller_once_then_the_lease_goes_back() -> None:
+def test_r5_out_of_memory_is_retried_smaller_once_then_the_lease_goes_back() -> None:
     world = working()
     again = last(world, EngineFailed("out of memory", True, True, 0.0), Generate)
     assert again == [Generate(replace(unit(1), attempt=1), 1)]
@@ -564,6 +565,15 @@ def test_an_engine_that_dies_is_started_again_while_the_unit_gets_on() -> None:
     assert last(world, EngineFailed("killed", False, False, 0.5), Train) == [
         GiveBack(block_unit(1).lease_id, "killed")
     ]
+
+
+def test_r5_a_block_unit_that_memory_did_not_suffice_for_goes_on_with_less_at_once() -> None:
+    world = training()
+    again = last(world, EngineFailed("out of memory", True, True, 0.0), Train)
+    assert again == [Train(replace(block_unit(1), attempt=1), shrink=1)]
+    given_back = last(world, EngineFailed("out of memory", True, False, 0.0), Train)
+    assert given_back == [GiveBack(block_unit(1).lease_id, "out of memory")]
+    assert world.state.stopped is None
 
 
 def test_a_unit_waits_for_its_corpus_until_the_lease_ends() -> None:

@@ -20,10 +20,11 @@ from barnraise.kernels import toploc
 from barnraise.kernels.models import load_policy
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.tokens import Codec
-from barnraise.node import torch_engine
+from barnraise.node import sizing, torch_engine
 from barnraise.node.engine import Engine, Generated, OutOfMemory, Progress, Work
 from barnraise.node.engine_child import ChildEngine
-from barnraise.node.torch_engine import TorchEngine, batch_size
+from barnraise.node.sizing import MAX_BATCH, size_unit
+from barnraise.node.torch_engine import TorchEngine
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import ChildError
@@ -113,15 +114,18 @@ async def test_a_smaller_batch_draws_the_same_unit(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(torch_engine, "generate", spy)
     shrunk = await engine.generate(work(shrink=7), ignore)
-    assert sizes == [torch_engine.MAX_BATCH >> 7]
+    assert sizes == [MAX_BATCH >> 7]
     assert [tokens for tokens, _ in unpack(shrunk)] == [tokens for tokens, _ in unpack(whole)]
 
 
-def test_the_batch_follows_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r5_the_batch_follows_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, prompts = load_policy(folder), [[1, 2, 3]]
     for free, least, most in ((1 << 40, 256, 256), (1 << 20, 1, 255), (1, 1, 1)):
-        monkeypatch.setattr(torch_engine, "free_memory", lambda device, free=free: free)
-        assert least <= batch_size(policy, SPEC, prompts) <= most
+        monkeypatch.setattr(sizing, "free_memory", lambda device, free=free: free)
+        sized = size_unit(policy, SPEC, prompts)
+        assert least <= sized.at_once <= most
+        assert sized.free == free
+        assert size_unit(policy, SPEC, prompts, shrink=3).at_once == max(1, sized.at_once >> 3)
 
 
 async def test_a_new_version_swaps_the_weights(folder: Path, tmp_path: Path) -> None:
