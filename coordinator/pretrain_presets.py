@@ -62,7 +62,7 @@ class Size:
 
 DEMO = "demo"  # the demo's model and text, made on the spot
 SIZES: dict[str, Size] = {
-    DEMO: Size(128, 4, 4, 2, 384, 13, 64, 400, 60, 2, 1e-3, scaffold_rate=2e-3),
+    DEMO: Size(128, 4, 4, 2, 384, 13, 64, 1000, 60, 2, 1e-3, scaffold_rate=2e-3),
     # 1.4 M parameters in layers (as benchmarks/mot.py trains), 1.9 M with 4,096 tokens
     "tiny": Size(128, 8, 4, 2, 384, 128, 16, 200, 128, 2, 2e-3),
     # 9 M in layers, 10 M with 4,096 tokens
@@ -264,7 +264,7 @@ def demo_choices(choices: Choices) -> Choices:
         choices,
         outer_rate=choices.outer_rate or 1.0,
         outer_momentum=0.0 if choices.outer_momentum is None else choices.outer_momentum,
-        adapt_steps=120 if choices.adapt_steps is None else choices.adapt_steps,
+        adapt_steps=200 if choices.adapt_steps is None else choices.adapt_steps,
         contributors=choices.contributors or 2,
         round_s=choices.round_s or 60.0,
     )
