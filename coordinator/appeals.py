@@ -1,18 +1,21 @@
 """Appeals: one rejected submission, verified again alone, because its node asked for it.
 
 ``check_appeal`` decides whether an appeal is heard; ``AppealBelt`` hears those that are
-open, one at a time and beside the ordinary verdicts. Filing and outcome are in the
-ledger, so that an appeal which is never answered shows.
+open, one at a time and beside the ordinary verdicts (those of block units, whose files
+have to be fetched again, are heard by ``barnraise.coordinator.block_belt``). Filing and
+outcome are in the ledger, so that an appeal which is never answered shows.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
 from barnraise.coordinator.audit import review_events
+from barnraise.coordinator.block_fold import BlockWork
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.state import REMEMBERED_VERSIONS, Node, State, Submission
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, MAX_ATTEMPTS, unverifiable
@@ -20,6 +23,7 @@ from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, ChildError, MalformedError, RefusedError, SignatureError
 from barnraise.protocol.messages import Receipt, RolloutSubmission, Signed
+from barnraise.protocol.pretrain import BlockSubmission
 
 log = logging.getLogger(__name__)
 
@@ -52,28 +56,30 @@ def check_submission(signed: Signed, receipt: Receipt) -> None:
     if content_id(signed) != receipt.submission_id or signed.signer != receipt.node:
         raise RefusedError("wrong-submission", "the work sent along is not what the receipt was given for")
     try:
+        with suppress(SignatureError):
+            open_signed(signed, BlockSubmission, receipt.node)
+            return
         open_signed(signed, RolloutSubmission, receipt.node)
     except (SignatureError, MalformedError) as error:
         raise RefusedError("wrong-submission", f"the work sent along: {error}"[:400]) from None
 
 
-def check_appeal(state: State, node: Node, receipt: Receipt, now_ms: int) -> Submission:
-    """The rejected submission to hear again.
+def check_appeal(state: State, node: Node, receipt: Receipt, now_ms: int) -> Submission | BlockWork:
+    """The rejected submission, or block unit, to hear again.
 
     Raises:
-        RefusedError: ``no-appeal``, ``too-old``, ``not-rejected``, ``appealed-before`` or ``appeal-later``.
+        RefusedError: ``too-old``, ``not-rejected``, ``appealed-before`` or ``appeal-later``.
     """
-    if receipt.submission_id in state.blocks.work:
-        raise RefusedError(
-            "no-appeal", "block units are judged from files that are deleted with the verdict: train another"
-        )
-    item = state.submissions.get(receipt.submission_id)
+    item: Submission | BlockWork | None = state.submissions.get(receipt.submission_id)
     oldest = state.head - state.max_lag - REMEMBERED_VERSIONS
+    if receipt.submission_id in state.blocks.work:
+        item = state.blocks.work[receipt.submission_id]
+        oldest = state.head - state.max_lag - 1  # versions of blocks are large: no more are kept for this
     if item is None or item.lease.policy_version < oldest:
         raise RefusedError(
             "too-old",
-            f"the submission is no longer known: weights are kept for {REMEMBERED_VERSIONS} versions or so, "
-            "appeal sooner",
+            f"the submission is no longer known, or its weights (of version {max(0, oldest)} and later) are "
+            "no longer kept: appeal sooner",
         )
     if item.appealed:
         raise RefusedError("appealed-before", "one appeal is heard for each submission")

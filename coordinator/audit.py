@@ -166,10 +166,17 @@ def review_events(
         return events
     for voided in item.voided:
         events.append(CreditRestored(submission_id=voided, cause=submission_id, at_ms=now_ms))
-    if node.banned_until > now_ms and 0 < node.ban_offences <= BAN_AFTER and item.ended_streak is not None:
-        reason = f"the verdict on submission {submission_id.hex()[:16]} was overturned"
-        events.append(BanLifted(node=node.key, reason=reason, at_ms=now_ms))
+    if item.ended_streak is not None:
+        events += unban_events(node, submission_id, now_ms)
     return events
+
+
+def unban_events(node: Node, submission_id: bytes, now_ms: int) -> list[Event]:
+    """A verdict was overturned: a ban that it led to is lifted."""
+    if not (node.banned_until > now_ms and 0 < node.ban_offences <= BAN_AFTER):
+        return []
+    reason = f"the verdict on submission {submission_id.hex()[:16]} was overturned"
+    return [BanLifted(node=node.key, reason=reason, at_ms=now_ms)]
 
 
 def offence_events(node: Node, what: Literal["bad-signature", "wrong-signer"], now_ms: int) -> list[Event]:

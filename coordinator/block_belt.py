@@ -22,7 +22,7 @@ from pathlib import Path
 
 import trio
 
-from barnraise.coordinator.audit import ban_event
+from barnraise.coordinator.audit import ban_event, unban_events
 from barnraise.coordinator.block_draws import drawn
 from barnraise.coordinator.block_events import BlockJudged, BlockOverdue
 from barnraise.coordinator.block_files import (
@@ -35,10 +35,10 @@ from barnraise.coordinator.block_files import (
     sweep_units,
     unit_files,
 )
-from barnraise.coordinator.block_fold import HIDDEN, WITHHELD, BlockWork
+from barnraise.coordinator.block_fold import HIDDEN, SETTLED, WITHHELD, BlockWork
 from barnraise.coordinator.block_workers import DELTA_FILE, BlockResult, BlockVerifyJob, unit_folder
 from barnraise.coordinator.core import Core
-from barnraise.coordinator.events import Event
+from barnraise.coordinator.events import AppealDecided, Event
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, either
 from barnraise.coordinator.workers import Verifier
@@ -112,12 +112,12 @@ class BlockBelt:
 
     def _wanted(self) -> set[bytes]:
         work = self.core.state.blocks.work
-        return {key for key, item in work.items() if item.status in ("waiting", "accepted", "training")}
+        return {key for key, item in work.items() if item.status not in SETTLED}
 
     def _next(self) -> bytes | None:
         """The oldest unit whose turn it may be; those of the present round first, one a node."""
         state, now = self.core.state, trio.current_time()
-        waiting = state.blocks.waiting
+        waiting = state.blocks.waiting | state.blocks.appeals
         self._units = {key: self._units.get(key) or _Unit() for key in waiting}
         self.on_disk = {key: size for key, size in self.on_disk.items() if key in waiting}
         busy = set(self._running.values())
@@ -231,7 +231,9 @@ class BlockBelt:
         """What follows from files that are not here: nothing yet, the loss of a place, or a verdict."""
         folder, now = unit_folder(self.run_folder, key), self.core.now_ms()
         unit.revealed = unit.revealed or await self.core.offload(lambda: is_revealed(folder, submission))
-        if not item.overdue and now >= max(item.lease.timeout_at, item.at_ms + OVERDUE_MS):
+        item = self.core.state.blocks.work[key]
+        late = item.status == "waiting" and not item.overdue
+        if late and now >= max(item.lease.timeout_at, item.at_ms + OVERDUE_MS):
             await self.core.record([BlockOverdue(submission_id=key, at_ms=now)])
         begun = max(item.lease.deadline_at, item.at_ms, self._started_ms)
         if now < begun + GRACE_MS + size * 1000 // SLOWEST:
@@ -262,23 +264,35 @@ class BlockBelt:
         return result
 
     async def _record(self, key: bytes, verdict: Verdict, tokens: int, parameters: int) -> None:
-        core = self.core
-        accepted = verdict.accepted
-        judged = BlockJudged(
-            submission_id=key,
-            verdict=verdict,
-            tokens=tokens if accepted else 0,
-            credit=credit_for_block(parameters, tokens) if accepted else 0,
-            blameless=verdict.check == UNVERIFIABLE,
-            at_ms=core.now_ms(),
-        )
-        events: list[Event] = [judged]
+        core, now = self.core, self.core.now_ms()
         item = core.state.blocks.work[key]
-        if not accepted and not judged.blameless and verdict.check != WITHHELD:
-            node = core.state.nodes[item.lease.node]
-            last = f"the last by check {verdict.check}"
-            ban = ban_event(node, node.offences + 1, last, judged.at_ms)
-            events += [] if ban is None else [ban]
+        node, accepted = core.state.nodes[item.lease.node], verdict.accepted
+        blameless = verdict.check == UNVERIFIABLE
+        credit = credit_for_block(parameters, tokens) if accepted else 0
+        events: list[Event]
+        if item.status == "appealing":
+            events = [
+                AppealDecided(
+                    submission_id=key, verdict=verdict, rewards=(), tokens=tokens, credit=credit, at_ms=now
+                )
+            ]
+            if (accepted or blameless) and item.offence:
+                events += unban_events(node, key, now)
+            log.info("appeal of block unit %s: %s", key.hex()[:16], verdict.check)
+        else:
+            events = [
+                BlockJudged(
+                    submission_id=key,
+                    verdict=verdict,
+                    tokens=tokens if accepted else 0,
+                    credit=credit,
+                    blameless=blameless,
+                    at_ms=now,
+                )
+            ]
+            if not accepted and not blameless and verdict.check != WITHHELD:
+                ban = ban_event(node, node.offences + 1, f"the last by check {verdict.check}", now)
+                events += [] if ban is None else [ban]
         await core.record(events)
         self.on_disk.pop(key, None)
         used = item.status in ("accepted", "training")

@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from barnraise.coordinator.audit_fold import FORGIVEN_AFTER, make_good, note_unfinished, strike
+from barnraise.coordinator.audit_fold import (
+    APPEAL_EVERY_MS,
+    FORGIVEN_AFTER,
+    make_good,
+    note_unfinished,
+    strike,
+)
 from barnraise.coordinator.block_draws import depth_for
 from barnraise.coordinator.block_events import (
     BlockEvent,
@@ -20,15 +26,16 @@ from barnraise.coordinator.block_events import (
     BlockSubmitted,
     RoundFormed,
 )
-from barnraise.coordinator.events import EventError, LeaseClosed, LeaseTimedOut
+from barnraise.coordinator.events import AppealDecided, AppealFiled, EventError, LeaseClosed, LeaseTimedOut
 from barnraise.protocol.pretrain import BlockLease
+from barnraise.protocol.standing import UNVERIFIABLE
 
 if TYPE_CHECKING:
     from barnraise.coordinator.state import Node, State
 
 WITHHELD = "block-withheld"  # the check of units whose files were never served
 HIDDEN = "block-hidden"  # ... or not once it could be told which segments were drawn
-Status = Literal["waiting", "accepted", "rejected", "training", "used", "late"]
+Status = Literal["waiting", "accepted", "rejected", "appealing", "training", "used", "late"]
 SETTLED: frozenset[Status] = frozenset({"rejected", "used", "late"})
 REMEMBERED_ROUNDS = 8
 
@@ -47,7 +54,8 @@ class BlockWork:
     """A stored block submission.
 
     ``depth``: how many of its segments are done again. ``overdue``: its files were not to be
-    had for so long that its place may go to somebody else.
+    had for so long that its place may go to somebody else. ``at_ms``: when it was handed in,
+    or appealed. ``ended_streak``: its node's, if this was a failure that ended one.
     """
 
     submission_id: bytes
@@ -57,6 +65,9 @@ class BlockWork:
     depth: int
     status: Status = "waiting"
     overdue: bool = False
+    appealed: bool = False
+    ended_streak: int | None = None
+    offence: bool = False
 
 
 @dataclass(slots=True)
@@ -68,6 +79,7 @@ class Blocks:
     closed: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # lease -> (why, policy version)
     work: dict[bytes, BlockWork] = field(default_factory=dict)
     waiting: dict[bytes, None] = field(default_factory=dict)  # stored, not judged, oldest first
+    appeals: dict[bytes, None] = field(default_factory=dict)  # open, oldest first
     accepted: dict[tuple[int, int], bytes] = field(default_factory=dict)  # this round's (block, slot)
     last_block: dict[bytes, int] = field(default_factory=dict)  # node -> the block it worked on last
     streaks: dict[bytes, int] = field(default_factory=dict)  # node -> units verified in a row
@@ -97,7 +109,9 @@ class Blocks:
         return mine | {
             item.lease.block
             for item in self.work.values()
-            if item.lease.node == node and item.lease.policy_version == version and item.status != "rejected"
+            if item.lease.node == node
+            and item.lease.policy_version == version
+            and item.status not in ("rejected", "appealing")
         }
 
 
@@ -199,33 +213,75 @@ def _judged(state: State, event: BlockJudged) -> None:
     node.unjudged -= 1
     node.last_verdict = event.verdict
     del blocks.waiting[event.submission_id]
-    place = item.lease.block, item.lease.slot
     if event.verdict.accepted:
-        _credit(state, node, event)
-        current = item.lease.policy_version == state.head and blocks.round is None
-        if current and place not in blocks.accepted:
-            item.status = "accepted"
-            blocks.accepted[place] = event.submission_id
-        else:
-            item.status = "late"
+        state.accepted += 1
+        node.accepted += 1
+        _credit(state, node, event.credit, event.at_ms)
+        _use(state, item)
         return
     item.status = "rejected"
     state.rejected += 1
     state.rejections[event.verdict.check] = state.rejections.get(event.verdict.check, 0) + 1
     node.rejected += 1
     if not event.blameless:
-        blocks.streaks.pop(node.key, None)
-        strike(node, event.at_ms, offence=event.verdict.check != WITHHELD)  # being away is no lie
+        item.ended_streak = blocks.streaks.pop(node.key, 0)
+        item.offence = event.verdict.check != WITHHELD  # being away is no lie
+        strike(node, event.at_ms, offence=item.offence)
 
 
-def _credit(state: State, node: Node, event: BlockJudged) -> None:
-    state.accepted += 1
-    node.accepted += 1
-    node.credit += event.credit
-    make_good(node, event.at_ms)
+def _use(state: State, item: BlockWork) -> None:
+    """Accepted work fills its place, if its round is still open and nobody else has filled it."""
+    blocks, place = state.blocks, (item.lease.block, item.lease.slot)
+    current = item.lease.policy_version == state.head and blocks.round is None
+    if current and place not in blocks.accepted:
+        item.status = "accepted"
+        blocks.accepted[place] = item.submission_id
+    else:
+        item.status = "late"
+
+
+def _credit(state: State, node: Node, credit: int, at_ms: int) -> None:
+    node.credit += credit
+    make_good(node, at_ms)
     streak = state.blocks.streaks[node.key] = state.blocks.streaks.get(node.key, 0) + 1
     if streak >= FORGIVEN_AFTER:
         node.offences = 0
+
+
+def appealed(state: State, event: AppealFiled) -> None:
+    """A rejected unit is judged again, by the same segments, from the files that its node still has."""
+    item = state.blocks.work[event.submission_id]
+    if item.status != "rejected" or item.appealed:
+        raise EventError("only a rejected block unit can be appealed, once")
+    item.status, item.appealed, item.at_ms = "appealing", True, event.at_ms
+    state.blocks.appeals[event.submission_id] = None
+    state.nodes[item.lease.node].next_appeal_at = event.at_ms + APPEAL_EVERY_MS
+
+
+def decided(state: State, event: AppealDecided) -> None:
+    """The outcome of an appeal: what the rejection cost is made good, or it stands."""
+    item = state.blocks.work[event.submission_id]
+    verdict, blocks = event.verdict, state.blocks
+    if item.status != "appealing" or event.rewards or (event.credit and not verdict.accepted):
+        raise EventError("an appeal of a block unit that is not open was decided, or by other rules")
+    del blocks.appeals[event.submission_id]
+    node = state.nodes[item.lease.node]
+    node.last_verdict = verdict
+    item.status = "rejected"
+    if (verdict.accepted or verdict.check == UNVERIFIABLE) and item.ended_streak is not None:
+        blocks.streaks[node.key] = blocks.streaks.get(node.key, 0) + item.ended_streak
+        if item.offence:
+            node.offences = max(0, node.offences - 1)
+            node.ban_offences = max(0, node.ban_offences - 1)
+        item.ended_streak = None
+        make_good(node, event.at_ms)
+    if verdict.accepted:
+        state.accepted += 1
+        state.rejected -= 1
+        node.accepted += 1
+        node.rejected -= 1
+        _credit(state, node, event.credit, event.at_ms)
+        _use(state, item)
 
 
 def _formed(state: State, event: RoundFormed) -> None:

@@ -222,7 +222,7 @@ def receipt_of(run_id: bytes, event: Event, entry: ledger.LedgerEntry, index: in
 
 
 def _appeal(state: State, event: AppealFiled | AppealDecided) -> ledger.LedgerEntry:
-    item = state.submissions.get(event.submission_id)
+    item = state.submissions.get(event.submission_id) or state.blocks.work.get(event.submission_id)
     if item is None:
         raise EventError(f"submission {event.submission_id.hex()} is not known")
     terms = item.lease

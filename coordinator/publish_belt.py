@@ -184,7 +184,8 @@ class PublishBelt:
         needed = [lease.terms.policy_version for lease in state.leases.values()]
         needed += [state.submissions[key].lease.policy_version for key in state.waiting]
         needed += [hold.terms.policy_version for hold in state.blocks.leases.values()]
-        needed += [state.blocks.work[key].lease.policy_version for key in state.blocks.waiting]
+        unjudged = state.blocks.waiting | state.blocks.appeals
+        needed += [state.blocks.work[key].lease.policy_version for key in unjudged]
         # A rejected submission may be appealed: then its weights are needed once more.
         needed += [
             item.lease.policy_version for item in state.submissions.values() if item.status == "rejected"

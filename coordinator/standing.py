@@ -61,12 +61,10 @@ def tell_of(core: Core, hub: Hub, write: Write) -> None:
     told: set[bytes] = set()
     for event in write.events:
         match event:
-            case SubmissionJudged() | AppealDecided():
-                item = core.state.submissions.get(event.submission_id)
+            case SubmissionJudged() | AppealDecided() | BlockJudged():
+                state, submission = core.state, event.submission_id
+                item = state.submissions.get(submission) or state.blocks.work.get(submission)
                 key = item.lease.node if item is not None else b""
-            case BlockJudged():
-                work = core.state.blocks.work.get(event.submission_id)
-                key = work.lease.node if work is not None else b""
             case OffenceNoted() | NodeBanned() | BanLifted():
                 key = event.node
             case _:

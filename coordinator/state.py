@@ -31,6 +31,8 @@ from barnraise.coordinator.block_events import (
 )
 from barnraise.coordinator.block_fold import Blocks, apply_blocks
 from barnraise.coordinator.events import (
+    AppealDecided,
+    AppealFiled,
     BatchFormed,
     Event,
     EventError,
@@ -240,6 +242,10 @@ def apply(state: State, event: Event) -> None:
             _published(state, event)
         case BlockLeased() | BlockSubmitted() | BlockOverdue() | BlockJudged() | RoundFormed():
             apply_blocks(state, event)
+        case AppealFiled() if event.submission_id in state.blocks.work:
+            block_fold.appealed(state, event)
+        case AppealDecided() if event.submission_id in state.blocks.work:
+            block_fold.decided(state, event)
         case _:
             apply_audit(state, event)
             if isinstance(event, NodeBanned):

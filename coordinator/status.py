@@ -57,7 +57,7 @@ def state_tree(
         "rejections": dict(state.rejections),
         "spared": state.spared,
         "clawed_back": state.clawed_back,
-        "appeals_open": len(state.appeals),
+        "appeals_open": len(state.appeals) + len(state.blocks.appeals),
         "leases_open": sum(1 for lease in state.leases.values() if not lease.timed_out)
         + sum(1 for hold in state.blocks.leases.values() if not hold.timed_out),
         "queue": len(state.waiting) + len(state.blocks.waiting),

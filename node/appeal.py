@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barnraise.node.context import Context
-from barnraise.node.receipt_words import find_receipt, outcome
+from barnraise.node.receipt_words import BLOCK_CHECKS, find_receipt, outcome
 from barnraise.protocol.errors import BarnraiseError, RefusedError
 from barnraise.protocol.messages import Acknowledged, AppealRequest
 
@@ -34,6 +34,13 @@ async def appeal(ctx: Context, arguments: dict[str, Any]) -> dict[str, Any]:
             "only a rejection can be appealed. Credit that was taken back because of one comes back with it"
             if outcome(receipt) == "clawed back"
             else "this submission was accepted: there is nothing to appeal"
+        )
+    if receipt.verdict.check in BLOCK_CHECKS and (
+        ctx.units is None or receipt.lease_id not in ctx.units.kept
+    ):
+        raise BarnraiseError(
+            "the files of this block unit are no longer here, so that it cannot be judged again: they are "
+            "kept for an hour after the lease's deadline, if nothing else needs the room"
         )
     signed, work = ctx.receipts.signed(receipt), ctx.kept.get(receipt.submission_id)
     await ctx.live_session().request(

@@ -16,7 +16,7 @@ from barnraise.node.entering import enter, last_block, tally
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost
 from barnraise.node.needs import Field, Machine, description, free_disk
-from barnraise.node.receipt_words import outcome, standing_fields, words
+from barnraise.node.receipt_words import outcome, standing_fields, verdicts_by_lease, words
 from barnraise.protocol.errors import (
     BarnraiseError,
     MalformedError,
@@ -299,8 +299,8 @@ def _receipt(ctx: Context, signed: Signed) -> None:
         ctx.pending.drop(receipt.submission_id, ctx.kept)
     if receipt.verdict.accepted and ctx.kept is not None:
         ctx.kept.drop(receipt.submission_id)
-    if ctx.units is not None:
-        ctx.units.drop(receipt.lease_id)
+    if ctx.units is not None and receipt.lease_id in ctx.units.kept:
+        ctx.units.judged(verdicts_by_lease(ctx.receipts.receipts()))
     ctx.judged.append(receipt.submission_id)
     ctx.feed(Judged(receipt.submission_id))
     tally(ctx)

@@ -45,6 +45,7 @@ from barnraise.node.model import (
     Upload,
 )
 from barnraise.node.receipt_fields import page
+from barnraise.node.receipt_words import verdicts_by_lease
 from barnraise.node.state import Facts
 from barnraise.node.traffic import Limits
 from barnraise.node.train import train
@@ -352,9 +353,9 @@ async def _tidy_units(ctx: Context) -> None:
             keep.add(ctx.state.unit.lease_id)
         if ctx.lease is not None and ctx.state.engine != "idle":
             keep.add(ctx.lease.lease_id)
-        settled = {receipt.lease_id for receipt in ctx.receipts.receipts()}
+        ctx.units.judged(verdicts_by_lease(ctx.receipts.receipts()))
         known = ctx.clock.offset_ms is not None
-        ctx.units.tidy(keep, settled, ctx.clock.coordinator_ms() if known else None)
+        ctx.units.tidy(keep, ctx.clock.coordinator_ms() if known else None)
         await off_loop(ctx.units.dropped_bytes(), ctx.units.empty)
 
 

@@ -17,9 +17,10 @@ BLOCK_CHECKS = {
     "block-format": "can the files be read as a block's?",
     "block-delta": "is the difference end minus start?",
     "block-bound": "did no weight move further than the steps allow?",
-    "block-replay": "does one segment, done again, end in the same state?",
-    "block-loss": "is the block no worse on held-out text?",
+    "block-replay": "does a segment, done again, end in the same state?",
+    "block-loss": "is the block no worse on text, and were the losses those of the training?",
     "block-withheld": "were the files served in time?",
+    "block-hidden": "were the files served when they told which segments were drawn?",
 }
 
 
@@ -31,6 +32,14 @@ def latest(receipts: Iterable[Receipt]) -> dict[bytes, Receipt]:
         if known is None or receipt.ledger_index >= known.ledger_index:
             newest[receipt.submission_id] = receipt
     return newest
+
+
+def verdicts_by_lease(receipts: Iterable[Receipt]) -> dict[bytes, list[bool]]:
+    """What each lease's work was judged to be, oldest first: one verdict, two after an appeal."""
+    found: dict[bytes, list[bool]] = {}
+    for receipt in receipts:
+        found.setdefault(receipt.lease_id, []).append(receipt.verdict.accepted)
+    return found
 
 
 def find_receipt(receipts: Iterable[Receipt], text: str) -> Receipt:

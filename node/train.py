@@ -203,7 +203,13 @@ async def _prepare(ctx: Context, lease: BlockLease, version_folder: Path, shrink
         await off_loop(units.dropped_bytes(), units.empty)
         missing = await off_loop(size * len(wanted), lambda: missing_shards(store, shards, wanted, size))
         block = (version_folder / part_name(spec, lease.block + 1)).stat().st_size
-        _ensure_room(ctx, lease, block, sum(missing.values()))
+        try:
+            _ensure_room(ctx, lease, block, sum(missing.values()))
+        except StorageError:
+            if not units.drop_rejected():
+                raise
+            await off_loop(units.dropped_bytes(), units.empty)
+            _ensure_room(ctx, lease, block, sum(missing.values()))
         signed = ctx.pending.left_signed()
         assert signed is not None
         units.begin(signed, lease.lease_id)

@@ -9,14 +9,15 @@
     runs/<run id>/residuals/            what rounding lost, by block
 
 The store adopts a finished unit's files, so that the node's shard server serves them.
-They stay until the receipt, or some time after the lease's deadline.
+They stay until the receipt, or some time after the lease's deadline; those of a rejected
+unit as long, for an appeal, but they go first when something else needs the room.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -61,6 +62,7 @@ class Units:
         self._operator = operator
         self._key = public_key
         self.kept: dict[bytes, Kept] = {}  # by lease
+        self.rejected: set[bytes] = set()  # of those, what an appeal may still need
         for folder in self._folders():
             kept = self._restored(folder)
             if kept is not None:
@@ -102,25 +104,43 @@ class Units:
         """Serve a unit's files no more; ``empty`` deletes them. Unknown ones are fine."""
         folder = self.folder(lease_id)
         self.kept.pop(lease_id, None)
+        self.rejected.discard(lease_id)
         if folder.is_dir():
             self._store.disown(folder)
             with suppress(OSError):  # else the next tidying finds it
                 folder.rename(folder.with_name(f"{_TRASH}{folder.name}"))
             self._adopt_all()  # in case that two units shared a shard
 
-    def tidy(self, keep: Container[bytes], settled: Container[bytes], now_ms: int | None) -> None:
-        """Drop what nobody will ask for: of no lease in ``keep``, and either settled, too old, or unfinished.
+    def tidy(self, keep: Container[bytes], now_ms: int | None) -> None:
+        """Drop what nobody will ask for: of no lease in ``keep``, and either too old or unfinished.
 
-        ``settled``: leases with a receipt. ``now_ms``: the coordinator's time, None if it is not known.
+        ``now_ms``: the coordinator's time, None if it is not known.
         """
         for folder in self._folders():
             lease_id = bytes.fromhex(folder.name)
             kept = self.kept.get(lease_id)
-            if lease_id in keep and lease_id not in settled:
+            if lease_id in keep:
                 continue
             late = kept is not None and now_ms is not None and now_ms > _kept_until(kept)
-            if kept is None or late or lease_id in settled:
+            if kept is None or late:
                 self.drop(lease_id)
+
+    def judged(self, verdicts: Mapping[bytes, Sequence[bool]]) -> None:
+        """Drop what is settled by its verdicts, oldest first, by lease: accepted, or rejected twice."""
+        for lease_id, found in verdicts.items():
+            if lease_id not in self.kept:
+                continue
+            if found[-1] or len(found) > 1:
+                self.drop(lease_id)
+            else:
+                self.rejected.add(lease_id)
+
+    def drop_rejected(self) -> bool:
+        """Drop what is kept for appeals alone; whether there was any."""
+        found = list(self.rejected)
+        for lease_id in found:
+            self.drop(lease_id)
+        return bool(found)
 
     def empty(self) -> None:
         """Delete what was dropped. Blocking."""

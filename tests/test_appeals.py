@@ -172,7 +172,7 @@ def test_a_receipt_is_found_by_index_or_by_the_start_of_an_id_and_the_newest_cou
         ("toploc", "rejected by check toploc at rollout 3: 0.1, the threshold is 0.1. why"),
         (
             "block-replay",
-            "rejected by check block-replay (does one segment, done again, end in the same state?) "
+            "rejected by check block-replay (does a segment, done again, end in the same state?) "
             "at rollout 3: 0.1, the threshold is 0.1. why",
         ),
         ("unverifiable", "not verified, and no mark against you: why"),

@@ -672,17 +672,78 @@ async def test_grpo_begins_with_the_recombined_model_and_with_no_version_before_
             assert refused.value.code == "unknown-lease"
 
 
-async def test_block_units_cannot_be_appealed_and_say_why(tmp_path: Path, autojump_clock: Clock) -> None:
-    async with stage(tmp_path) as (_, (ann,)):
+class Careless(LocalVerifier):
+    """Rejects what it should accept, for a while: a broken device."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.broken = True
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        result = await super().verify_block(job)
+        if not self.broken:
+            return result
+        verdict = msgspec.structs.replace(result.verdict, accepted=False, check="block-replay")
+        return msgspec.structs.replace(result, verdict=verdict, tokens=0)
+
+
+def appealing(person: Volunteer, number: int = 0) -> Callable[[int], AppealRequest]:
+    receipt = person.scripted.received(ReceiptPush)[number].receipt
+    return lambda request: AppealRequest(id=request, receipt=receipt, submission=None)
+
+
+async def test_a_rejected_unit_is_judged_again_on_appeal_and_everything_is_made_good(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    folder = make_pretrain_run(tmp_path, rounds=1, contributors=1)
+    swarm, verifier = MemorySwarm(latency_s=0.01), Careless(setup_of(folder))
+    async with running(swarm, folder, verifier=verifier) as coordinator:
+        await until(lambda: coordinator.state()["policy_version"] == 0)
+        async with volunteer(swarm, coordinator, tmp_path, b"A") as ann:
+            await ann.one()
+            assert (await ann.verdict()).check == "block-replay"
+            assert folded(folder).nodes[ann.scripted.identity.public_key].offences == 1
+            verifier.broken = False
+            await ann.scripted.ask(appealing(ann), Acknowledged)
+            with pytest.raises(RefusedError) as refused:
+                await ann.scripted.ask(appealing(ann), Acknowledged)
+            assert refused.value.code == "appealed-before"
+            await until(lambda: len(ann.receipts()) == 2)
+            first, second = ann.receipts()
+            assert second.submission_id == first.submission_id
+            assert second.verdict.accepted
+            assert second.credit > 0 == first.credit
+            state = folded(folder)
+            node = state.nodes[ann.scripted.identity.public_key]
+            assert (node.offences, node.strikes, node.accepted, node.rejected) == (0, 0, 1, 0)
+            assert node.credit == second.credit
+            assert state.blocks.work[first.submission_id].status == "accepted"
+            assert (folder / "units" / first.submission_id.hex() / "delta.safetensors").is_file()
+    target = tmp_path / "ledger.bin"
+    journal = Journal(folder / "state.sqlite")
+    export_ledger(journal, read_spec(folder)[1], 2, Identity.from_private_bytes(b"o" * 32), 9_000_000, target)
+    journal.close()
+    report = verify_ledger_file(target)
+    assert report.ok, report.problems
+    assert report.accepted == 1
+
+
+async def test_an_appeal_of_a_lie_looks_at_the_same_segments_again(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    """A second draw would be a second chance to hide."""
+    async with stage(tmp_path) as (coordinator, (ann,)):
         ann.make = lambda setup, lease: lie_unit(setup, lease, "nothing done")
         await ann.one()
-        await ann.verdict()
-        receipt = ann.scripted.received(ReceiptPush)[0].receipt
+        first = await ann.verdict()
+        await ann.scripted.ask(appealing(ann), Acknowledged)
+        await until(lambda: len(ann.receipts()) == 2)
+        second = ann.receipts()[1].verdict
+        assert (second.accepted, second.check, second.position) == (False, first.check, first.position)
+        assert folded(coordinator.run.path).nodes[ann.scripted.identity.public_key].offences == 1
         with pytest.raises(RefusedError) as refused:
-            await ann.scripted.ask(
-                lambda number: AppealRequest(id=number, receipt=receipt, submission=None), Acknowledged
-            )
-        assert refused.value.code == "no-appeal"
+            await ann.scripted.ask(appealing(ann), Acknowledged)
+        assert refused.value.code == "appealed-before"
 
 
 async def test_a_banned_nodes_place_goes_to_another_at_once(tmp_path: Path, autojump_clock: Clock) -> None:

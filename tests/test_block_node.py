@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 from block_support import make_pretrain_run
 from swarm_support import virtual_ms
 
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import open_run
 from barnraise.coordinator.server import run_coordinator
@@ -25,12 +27,15 @@ from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import TrainingStopped, train_unit
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.receipts import read_receipts
 from barnraise.node.torch_engine import TorchEngine
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
+from barnraise.protocol.messages import Receipt
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.wire import decode
 from barnraise.tui.status import overview
 
 
@@ -126,7 +131,9 @@ class Volunteer:
 
 
 @asynccontextmanager
-async def stage(tmp_path: Path, **pretrain: Any) -> AsyncIterator[Stage]:
+async def stage(
+    tmp_path: Path, verifier: type[LocalVerifier] = LocalVerifier, **pretrain: Any
+) -> AsyncIterator[Stage]:
     path = make_pretrain_run(tmp_path / "run", virtual_ms(), **({"round_s": 600.0} | pretrain))
     memory = MemorySwarm(latency_s=0.01)
     with open_run(path) as run:
@@ -135,7 +142,7 @@ async def stage(tmp_path: Path, **pretrain: Any) -> AsyncIterator[Stage]:
 
             async def serve(task_status: Any) -> None:
                 await run_coordinator(
-                    *(run, network, LocalVerifier(setup), LocalLearner(setup)),
+                    *(run, network, verifier(setup), LocalLearner(setup)),
                     now_ms=virtual_ms,
                     rng=random.Random(0),
                     offload=in_place,
@@ -286,7 +293,7 @@ async def test_a_disk_that_is_too_small_is_said_and_the_lease_goes_back(
         await it.until(lambda: bool(node.tree["notices"]))
         text = node.tree["notices"][-1]["text"]
         assert "3 states and their difference" in text
-        assert "--disk-gb" in text
+        assert "--disk" in text
         await it.until(lambda: it.state()["leases_open"] == 0)
         assert node.engine.works == []
         assert node.tree["state"] == "waiting"
@@ -311,3 +318,43 @@ async def test_a_corpus_that_cannot_be_had_is_waited_for(
         digests[0] = b""
         await it.until(lambda: node.tree["accepted"] == 1)
     assert len({work.lease_id for work in node.engine.works[:1]}) == 1
+
+
+class Careless(LocalVerifier):
+    """Rejects the first unit that it sees, whatever it is; right about all others."""
+
+    first = True
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        result = await super().verify_block(job)
+        if not Careless.first:
+            return result
+        Careless.first = False
+        verdict = msgspec.structs.replace(result.verdict, accepted=False, check="block-replay")
+        return msgspec.structs.replace(result, verdict=verdict, tokens=0)
+
+
+async def test_a_volunteer_appeals_against_a_wrong_verdict_on_a_block_and_is_paid(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    small = {"rounds": 1, "blocks": 1, "scaffold_layers": 2, "contributors": 1}
+    Careless.first = True
+    async with stage(tmp_path, Careless, **small) as world:
+        ann = await join(world, tmp_path / "ann")
+        await world.until(lambda: ann.tree["rejected"] == 1)
+        await ann.handle.commands["pause"]({})
+        assert len(ann.units) >= 1, "its files are kept for an appeal"
+        reply = await ann.handle.commands["appeal"]({"receipt": "#" + str(_first_rejected(ann))})
+        assert reply["ok"]
+        await world.until(lambda: ann.tree["credit"] > 0)
+        assert (ann.tree["rejected"], ann.tree["standing"]["strikes"]) == (0, 0)
+        await ann.handle.commands["resume"]({})
+        await world.until(lambda: world.state()["complete"])
+        await world.until(lambda: not ann.units)
+
+
+def _first_rejected(person: Volunteer) -> int:
+    signed = read_receipts(next(person.home.glob("runs/*/receipts*")))
+    return next(
+        r.ledger_index for r in (decode(s.payload, Receipt) for s in signed) if not r.verdict.accepted
+    )

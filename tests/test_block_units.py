@@ -135,12 +135,26 @@ def test_units_are_kept_for_the_verdict_but_not_for_ever(tmp_path: Path) -> None
     def left() -> list[int]:
         return sorted(int(folder.name, 16) for folder in units._folders())
 
-    units.tidy({at_work, pending}, {judged}, None)
+    units.judged({judged: [True]})
+    units.tidy({at_work, pending}, None)
     assert left() == [1, 3, 4, 5], "nobody works at 6 any more, 2 has its verdict"
-    units.tidy({at_work, pending}, (), 2_000 + GRACE_MS)
+    units.tidy({at_work, pending}, 2_000 + GRACE_MS)
     assert left() == [1, 3, 4, 5]
-    units.tidy({at_work, pending}, (), late)
+    units.tidy({at_work, pending}, late)
     assert left() == [1, 5]
+
+
+def test_a_rejected_unit_is_kept_for_an_appeal_and_is_the_first_to_go(tmp_path: Path) -> None:
+    units, store = opened(tmp_path)
+    submissions = {number: finished(units, lease(number))[1] for number in (1, 2, 3, 4)}
+    leases = {number: lease(number).lease_id for number in submissions}
+    units.judged({leases[1]: [False], leases[2]: [False, False], leases[3]: [False, True]})
+    assert sorted(units.kept) == [leases[1], leases[4]]
+    assert units.rejected == {leases[1]}
+    assert all(store.get(digest) for digest in digests(submissions[1]))
+    assert units.drop_rejected()
+    assert not units.drop_rejected()
+    assert sorted(units.kept) == [leases[4]]
 
 
 @pytest.mark.parametrize("damage", ["lease", "submission", "stranger", "name"])
@@ -159,7 +173,7 @@ def test_what_is_no_unit_of_ours_is_not_served(tmp_path: Path, damage: str) -> N
     again, store = opened(tmp_path)
     assert not again.kept
     assert not store.has(submission.delta.shards[0])
-    again.tidy((), (), None)
+    again.tidy((), None)
     again.empty()
     assert not list((tmp_path / "run" / "units").iterdir())
 
