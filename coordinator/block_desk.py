@@ -15,16 +15,15 @@ from barnraise.coordinator.block_events import BlockLeased, BlockSubmitted
 from barnraise.coordinator.block_fold import BlockHold
 from barnraise.coordinator.block_shapes import BlockShape, check_files, read_shape
 from barnraise.coordinator.core import Core
-from barnraise.coordinator.events import Event, LeaseTimedOut
+from barnraise.coordinator.desk import later, lend, make_room, take_in
 from barnraise.coordinator.hub import Live
-from barnraise.coordinator.journal import Payload
 from barnraise.coordinator.scheduler import Resend, Wait
 from barnraise.coordinator.standing import check_not_banned
 from barnraise.coordinator.state import Node
-from barnraise.coordinator.submissions import TurnedAway, check_lease, check_room
+from barnraise.coordinator.submissions import TurnedAway, check_lease
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RefusedError, RunFolderError
-from barnraise.protocol.messages import Acknowledged, LeaseReply, LeaseRequest, Signed, SubmitRequest
+from barnraise.protocol.messages import Acknowledged, LeaseReply, LeaseRequest, SubmitRequest
 from barnraise.protocol.pretrain import BlockLease, BlockSubmission, PretrainSpec, model_version, part_name
 
 log = logging.getLogger(__name__)
@@ -62,31 +61,23 @@ class BlockDesk:
             core.state, self._spec, node, live.instance, message.policy_version, now
         )
         if isinstance(decision, Wait):
-            return LeaseReply(
-                id=message.id,
-                lease=None,
-                reason=decision.reason[:500],
-                retry_after_ms=decision.retry_after_ms,
-            )
+            return later(message, decision)
         if isinstance(decision, Resend):
-            terms = core.state.blocks.leases[decision.lease_id].terms
-            await core.record([])  # it may still be on its way to the disk
-        else:
-            terms = BlockLease(
-                run_id=core.run_id,
-                lease_id=self._rng.randbytes(16),
-                unit_id=decision.unit_id,
-                node=live.key,
-                policy_version=message.policy_version,
-                block=decision.block,
-                slot=decision.slot,
-                issued_at=now,
-                timeout_at=decision.timeout_at,
-                deadline_at=decision.deadline_at,
-            )
-            events: list[Event] = [LeaseTimedOut(lease_id=key, at_ms=now) for key in decision.release]
-            await core.record([*events, BlockLeased(lease=terms, instance=live.instance)])
-        return LeaseReply(id=message.id, lease=core.sign(terms), reason="", retry_after_ms=0)
+            return await lend(core, message, core.state.blocks.leases[decision.lease_id].terms, None)
+        terms = BlockLease(
+            run_id=core.run_id,
+            lease_id=self._rng.randbytes(16),
+            unit_id=decision.unit_id,
+            node=live.key,
+            policy_version=message.policy_version,
+            block=decision.block,
+            slot=decision.slot,
+            issued_at=now,
+            timeout_at=decision.timeout_at,
+            deadline_at=decision.deadline_at,
+        )
+        issued = BlockLeased(lease=terms, instance=live.instance)
+        return await lend(core, message, terms, issued, decision.release)
 
     async def submit(
         self,
@@ -108,22 +99,17 @@ class BlockDesk:
         assert isinstance(lease, BlockHold)
         check_files(self._spec, self._shape(lease.terms.block), submission)
         blocks = core.state.blocks
-        try:
-            check_room(len(blocks.waiting), sum(blocks.work[key].size for key in blocks.waiting))
-        except RefusedError:
-            self._turned_away.note(lease.terms.lease_id, now)
-            raise
-        signed: Signed = message.submission
+        size = sum(blocks.work[key].size for key in blocks.waiting)
+        make_room(self._turned_away, lease.terms.lease_id, len(blocks.waiting), size, now)
         submitted = BlockSubmitted(
             submission_id=submission_id,
             lease_id=lease.terms.lease_id,
-            size=len(signed.payload),
+            size=len(message.submission.payload),
             at_ms=now,
         )
-        payload = Payload(submission_id, lease.terms.policy_version, signed)
-        await core.record([submitted], payloads=[payload])
+        acknowledged = await take_in(core, message, lease.terms, submitted)
         log.info("%s handed in block %d of round %d", live.name, lease.terms.block, submission.policy_version)
-        return Acknowledged(id=message.id, duplicate=False)
+        return acknowledged
 
     def _shape(self, block: int) -> BlockShape:
         """Of version 0, which is kept for ever; a few KB are read once."""

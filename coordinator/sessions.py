@@ -19,12 +19,11 @@ from barnraise.coordinator.appeals import check_appeal, check_submission, open_r
 from barnraise.coordinator.audit import is_banned, offence_events
 from barnraise.coordinator.block_desk import BlockDesk
 from barnraise.coordinator.core import Core, in_place
+from barnraise.coordinator.desk import later, lend, make_room, take_in
 from barnraise.coordinator.events import (
     AppealFiled,
-    Event,
     LeaseClosed,
     LeaseIssued,
-    LeaseTimedOut,
     NodeJoined,
     Submitted,
 )
@@ -35,7 +34,6 @@ from barnraise.coordinator.state import Lease, Node
 from barnraise.coordinator.submissions import (
     TurnedAway,
     check_lease,
-    check_room,
     is_duplicate,
     open_submission,
 )
@@ -49,7 +47,6 @@ from barnraise.protocol.messages import (
     HeartbeatRequest,
     JoinReply,
     JoinRequest,
-    LeaseReply,
     LeaseRequest,
     LeaseReturn,
     ManifestReply,
@@ -151,6 +148,9 @@ class Sessions:
         if isinstance(message, JoinRequest):
             return await self._join(live, message)
         if not live.key:
+            if isinstance(message, HeartbeatRequest):  # of somebody who wants to know the time before joining
+                head = self._hub.head_version
+                return HeartbeatReply(id=message.id, now=self._core.now_ms(), head_version=head, peers=())
             raise RefusedError("join-first", "the first request of a session is JoinRequest")
         if live.replaced:
             raise RefusedError("duplicate-key", "a newer session with this key has taken over")
@@ -233,31 +233,23 @@ class Sessions:
             core.state, spec, node, live.instance, message.policy_version, now, self._leases_per_node
         )
         if isinstance(decision, scheduler.Wait):
-            return LeaseReply(
-                id=message.id,
-                lease=None,
-                reason=decision.reason[:500],
-                retry_after_ms=decision.retry_after_ms,
-            )
+            return later(message, decision)
         if isinstance(decision, scheduler.Resend):
-            terms = core.state.leases[decision.lease_id].terms
-            await core.record([])  # it may still be on its way to the disk
-        else:
-            terms = RolloutLease(
-                run_id=core.run_id,
-                lease_id=self._rng.randbytes(16),
-                unit_id=decision.unit_id,
-                node=live.key,
-                policy_version=message.policy_version,
-                prompts=spec.prompts_per_unit,
-                group_size=spec.group_size,
-                issued_at=now,
-                timeout_at=decision.timeout_at,
-                deadline_at=decision.deadline_at,
-            )
-            events: list[Event] = [LeaseTimedOut(lease_id=key, at_ms=now) for key in decision.release]
-            await core.record([*events, LeaseIssued(lease=terms, instance=live.instance)])
-        return LeaseReply(id=message.id, lease=core.sign(terms), reason="", retry_after_ms=0)
+            return await lend(core, message, core.state.leases[decision.lease_id].terms, None)
+        terms = RolloutLease(
+            run_id=core.run_id,
+            lease_id=self._rng.randbytes(16),
+            unit_id=decision.unit_id,
+            node=live.key,
+            policy_version=message.policy_version,
+            prompts=spec.prompts_per_unit,
+            group_size=spec.group_size,
+            issued_at=now,
+            timeout_at=decision.timeout_at,
+            deadline_at=decision.deadline_at,
+        )
+        issued = LeaseIssued(lease=terms, instance=live.instance)
+        return await lend(core, message, terms, issued, decision.release)
 
     async def _give_back(self, live: Live, message: LeaseReturn) -> Message:
         state = self._core.state
@@ -296,11 +288,8 @@ class Sessions:
             check_not_banned(self._node(live), now)
             lease = check_lease(core.state, core.run_id, live.key, submission, now, self.turned_away)
             assert isinstance(lease, Lease)
-            try:
-                check_room(len(core.state.waiting), core.state.waiting_bytes)
-            except RefusedError:
-                self.turned_away.note(lease.terms.lease_id, now)
-                raise
+            state, lease_id = core.state, lease.terms.lease_id
+            make_room(self.turned_away, lease_id, len(state.waiting), state.waiting_bytes, now)
         except RefusedError as error:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
             raise
@@ -310,9 +299,7 @@ class Sessions:
             size=len(signed.payload),
             at_ms=now,
         )
-        payload = Payload(submission_id, lease.terms.policy_version, signed)
-        await core.record([submitted], payloads=[payload])
-        return Acknowledged(id=message.id, duplicate=False)
+        return await take_in(core, message, lease.terms, submitted)
 
     def _note(self, live: Live, message: PeerReport) -> Message:
         """Hearsay about another peer: for the operator's eyes."""
