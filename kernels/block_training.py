@@ -205,7 +205,7 @@ class BlockTrainer:
     def _one(self, batch: Tensor, should_stop: Callable[[], bool]) -> float | None:
         """A step, and the loss before it; None: stopped, nothing has changed."""
         self._optimizer.zero_grad(set_to_none=True)
-        parts = batch.split(self.micro or len(batch))
+        parts = torch.split(batch, self.micro or len(batch))
         loss = torch.zeros((), device=self._device)
         for part in parts:
             if should_stop():

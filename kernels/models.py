@@ -156,6 +156,16 @@ def build_model(config: Any, dtype: torch.dtype, seed: int | None = None) -> nn.
     return model
 
 
+def random_policy(config: Any, compute_dtype: str, device: str, seed: int) -> Policy:
+    """A policy of ``config`` with weights drawn as transformers draws them: to measure speed with.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    dtype = DTYPES[compute_dtype]
+    return _wrap(build_model(config, dtype, seed).to(device), torch.device(device), dtype)
+
+
 def read_model(config: Any, path: Path) -> nn.Module:
     """A model of ``config`` in float32 with the weights in the safetensors file ``path``.
 

@@ -1,107 +1,128 @@
 """What this machine can do for a run, and why what it has is not used (R11).
 
-``examine`` gathers facts (``probe_*``) and judges them (``judge_*``, pure, so that
-every combination can be tested on a machine that has none of it). Nothing is
-changed, downloaded or sent. Running without a GPU is a clear state, not a failure.
+Facts are gathered and then judged (``judge_*``, pure, so that every combination can be tested
+on a machine that has none of it): the processor and memory in ``barnraise.node.processor``,
+GPUs in ``barnraise.node.devices`` and ``barnraise.node.gpus``, the disk in
+``barnraise.node.storage``, the network in ``barnraise.node.network_check``, the engine in
+``barnraise.node.bench``. Nothing is changed, downloaded or joined. Running without a GPU is a
+clear state, not a failure.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
 import stat
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import psutil
+import trio
 
-from barnraise.protocol.errors import KeyFileError
+from barnraise.node import processor, storage
+from barnraise.node.bench import Measured
+from barnraise.node.devices import Signs, TorchFacts, look_for_signs
+from barnraise.node.findings import Finding
+from barnraise.node.gpus import find_gpus, judge_devices
+from barnraise.node.probe_child import Prober, open_prober
+from barnraise.protocol.errors import ChildError, KeyFileError
 from barnraise.protocol.identity import load_identity
 
-Status = Literal["ok", "note", "warning", "problem"]
-
 MIN_PYTHON = (3, 11)
-MIN_MEMORY = 2 * 10**9
-MIN_DISK = 2 * 10**9
-MIN_CAPABILITY = (7, 0)  # what current CUDA builds of torch still carry kernels for
 EARLIEST_S = 1_735_689_600  # 2025-01-01: an earlier clock lost its battery
 LATEST_S = 4_102_444_800  # 2100-01-01
-VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
 PACKAGES = ("torch", "transformers", "libp2p", "trio", "msgspec")
+BENCH_S = 5.0
+_WORTH = ((350e6, "0.35 B"), (1e9, "1 B"), (8e9, "8 B"))  # sizes of models that people know
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at. ``note`` is neutral; ``problem`` keeps a node from working."""
+async def examine(
+    data: Path,
+    key: Path,
+    threads: int = 1,
+    *,
+    quick: bool = False,
+    tell: Callable[[str], None] = lambda doing: None,
+    on_measured: Callable[[Measured], None] = lambda measured: None,
+) -> AsyncIterator[Finding]:
+    """Look at everything on this machine; takes some fifteen seconds, most of it torch and the benchmark.
 
-    subject: str
-    status: Status
-    text: str
-    cure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DisplayDevice:
-    """A graphics device on the PCI bus, whether or not anything can use it."""
-
-    slot: str
-    vendor: int
-    device: int
-    driver: str  # kernel driver bound to it, "" for none
-
-
-@dataclass(frozen=True, slots=True)
-class TorchDevice:
-    """An accelerator that torch can open. Bytes."""
-
-    kind: str
-    index: int
-    name: str
-    capability: tuple[int, int]
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True)
-class TorchFacts:
-    """What torch says about itself; ``error`` is why it could not be asked."""
-
-    version: str = ""
-    cuda: str = ""  # version that it was built for, "" for none
-    hip: str = ""
-    mps_built: bool = False
-    mps_available: bool = False
-    cuda_error: str = ""
-    devices: tuple[TorchDevice, ...] = ()
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFile:
-    """A device file such as ``/dev/nvidia0`` and whether we may open it."""
-
-    path: str
-    readable: bool
-
-
-def examine(data: Path, key: Path, threads: int = 1) -> list[Finding]:
-    """Look at everything; takes a few seconds, most of it importing torch."""
-    cores = os.cpu_count() or 1
-    findings = [judge_python(sys.version_info[:3], platform.platform())]
-    findings += judge_packages({name: _installed(name) for name in PACKAGES})
-    findings.append(judge_threads(threads, cores, len(_affinity())))
+    Args:
+        quick: measure neither the disk nor the engine.
+        tell: told what is being done, and how much of it is finished (R7).
+        on_measured: told what the engine did, if it was measured.
+    """
+    yield judge_python(sys.version_info[:3], platform.platform())
+    for finding in judge_packages({name: _installed(name) for name in PACKAGES}):
+        yield finding
+    yield processor.judge_threads(threads, os.cpu_count() or 1, processor.usable_cores())
     memory = psutil.virtual_memory()
-    findings.append(judge_memory(memory.total, memory.available, memory_limit()))
-    findings += judge_devices(probe_display(), probe_node_files(), nvidia_driver(), probe_torch())
-    findings.append(judge_disk(data, *_disk(data)))
-    findings.append(judge_key(key))
-    findings.append(judge_clock(time.time(), _synchronised()))
-    return findings
+    yield processor.judge_memory(memory.total, memory.available, processor.memory_limit())
+    yield judge_key(key)
+    yield judge_clock(time.time(), _synchronised())
+    if not quick:
+        tell("measuring the disk")
+    speed = None if quick else await trio.to_thread.run_sync(storage.measure_disk, data)
+    yield storage.judge_disk(data, *storage.disk_room(data), speed)
+    signs = await trio.to_thread.run_sync(look_for_signs)
+    findings: list[Finding]
+    tell("asking torch what it can use")
+    try:
+        async with open_prober() as prober:
+            torch = await prober.ask_torch()
+            findings = _hardware(signs, torch)
+            if not quick and not torch.error:
+                findings.append(await _bench(prober, signs, torch, threads, tell, on_measured))
+    except ChildError as error:
+        findings = _hardware(signs, TorchFacts(error=str(error)))
+    for finding in findings:
+        yield finding
+
+
+def _hardware(signs: Signs, torch: TorchFacts) -> list[Finding]:
+    name, features = processor.processor()
+    cpu = processor.judge_processor(name, features, platform.machine(), torch.cpu)
+    return [cpu, *judge_devices(signs, torch)]
+
+
+async def _bench(
+    prober: Prober,
+    signs: Signs,
+    torch: TorchFacts,
+    threads: int,
+    tell: Callable[[str], None],
+    on_measured: Callable[[Measured], None],
+) -> Finding:
+    used = next((gpu for gpu in find_gpus(signs, torch) if gpu.used), None)
+    device = "cpu" if used is None else "mps" if used.kind == "mps" else f"cuda:{used.index}"
+
+    def progress(so_far: Measured) -> None:
+        tell(f"measuring the engine: {so_far.tokens:,} tokens in {so_far.seconds:.1f} of {BENCH_S:.0f} s")
+
+    tell("measuring the engine: building a model")
+    try:
+        measured = await prober.measure(threads, BENCH_S, progress, device)
+    except ChildError as error:
+        cure = "" if used is None else "without this device: CUDA_VISIBLE_DEVICES='' barnraise join ..."
+        return Finding("engine", "problem", str(error), cure)
+    on_measured(measured)
+    return judge_speed(measured)
+
+
+def judge_speed(measured: Measured) -> Finding:
+    """What the benchmark of the engine gave, and what other models would run at, roughly."""
+    on = f"{measured.threads} thread(s)" if measured.device == "cpu" else measured.device
+    text = (
+        f"{measured.tokens_per_s:,.0f} tokens/s of a {measured.weights / 1e6:.0f} M model on {on} "
+        f"({measured.tokens:,} tokens in {measured.seconds:.1f} s): {measured.gflops:,.1f} GFLOP/s"
+    )
+    if measured.tokens == 0:
+        return Finding("engine", "warning", f"not one token in {measured.seconds:.1f} s", "see --threads")
+    others = ", ".join(f"{measured.speed_of(round(size)):,.1f} of {name}" for size, name in _WORTH)
+    return Finding("engine", "ok", f"{text}; so roughly {others} tokens/s")
 
 
 def judge_python(found: tuple[int, ...], system: str) -> Finding:
@@ -124,122 +145,6 @@ def judge_packages(found: dict[str, str]) -> list[Finding]:
     return findings
 
 
-def judge_threads(asked: int, cores: int, usable: int) -> Finding:
-    """Threads for the engine against cores."""
-    text = f"{asked} of {cores} cores for the engine"
-    if usable < cores:
-        text += f" ({usable} usable by this process)"
-    if asked > usable:
-        cure = f"--threads {max(1, usable // 2)}"
-        return Finding("threads", "warning", f"{text}: more threads than cores slow it down", cure)
-    return Finding("threads", "ok", text)
-
-
-def judge_memory(total: int, available: int, limit: int | None) -> Finding:
-    """Main memory in bytes; ``limit``: of this process's control group."""
-    text = f"{_gb(available)} of {_gb(total)} available"
-    if limit is not None and limit < total:
-        text += f", this process may use {_gb(limit)}"
-        available = min(available, limit)
-    if available < MIN_MEMORY:
-        cure = f"close other programs: the demo model needs {_gb(MIN_MEMORY)}, larger ones more"
-        return Finding("memory", "warning", text, cure)
-    return Finding("memory", "ok", text)
-
-
-def judge_devices(
-    display: list[DisplayDevice], files: list[NodeFile], driver: str, torch: TorchFacts
-) -> list[Finding]:
-    """Every device seen, and for each that is not used, why.
-
-    ``driver``: NVIDIA's kernel driver version, "" if it is not loaded.
-    """
-    if torch.error:
-        cure = "pip install --upgrade --force-reinstall torch"
-        return [Finding("devices", "problem", f"torch cannot be loaded: {torch.error}", cure)]
-    findings = [Finding("cpu", "ok", f"{platform.machine()} processor, always usable")]
-    findings += [_judge_torch_device(device) for device in torch.devices]
-    usable = {d.kind for d in torch.devices}
-    for device in display:
-        vendor = VENDORS.get(device.vendor, f"vendor {device.vendor:04x}")
-        name = f"{vendor} graphics at {device.slot}"
-        if device.vendor == 0x10DE and "cuda" not in usable:
-            findings.append(_reject(name, *_why_no_cuda(files, driver, torch)))
-        elif device.vendor == 0x1002 and "hip" not in usable:
-            findings.append(_reject(name, *_why_no_rocm(torch)))
-        elif device.vendor not in (0x10DE, 0x1002):
-            findings.append(_reject(name, "no engine supports it", ""))
-    if not display and files and "cuda" not in usable:
-        findings.append(_reject("NVIDIA device files", *_why_no_cuda(files, driver, torch)))
-    if torch.mps_built and not torch.mps_available:
-        findings.append(
-            _reject("Apple graphics", "Metal is not available to this process", "macOS 12.3 or newer")
-        )
-    if not torch.devices:
-        findings.append(Finding("devices", "note", "no usable GPU: the engine runs on the CPU, which works"))
-    return findings
-
-
-def _judge_torch_device(device: TorchDevice) -> Finding:
-    text = f"{device.name}, {_gb(device.free)} of {_gb(device.total)} free"
-    subject = f"{device.kind}:{device.index}"
-    if device.kind == "cuda":
-        text += f", capability {device.capability[0]}.{device.capability[1]}"
-        if device.capability < MIN_CAPABILITY:
-            least = ".".join(map(str, MIN_CAPABILITY))
-            return _reject(subject, f"{text}: below {least}, torch has no kernels for it", "")
-    if device.total and device.free < device.total // 10:
-        return Finding(subject, "warning", f"{text}: nearly full", "close what else uses it")
-    return Finding(subject, "ok", text)
-
-
-def _why_no_cuda(files: list[NodeFile], driver: str, torch: TorchFacts) -> tuple[str, str]:
-    if not driver:
-        return "its kernel driver is not loaded", "install NVIDIA's driver and restart (nvidia-smi must work)"
-    locked = [f.path for f in files if not f.readable]
-    if locked:
-        user = "the groups 'video' and 'render'"
-        return f"no permission to open {', '.join(locked)}", f"add your user to {user} and log in again"
-    if not files:
-        return (
-            "its driver is loaded, but there is no /dev/nvidia0 here",
-            "in a container, start it with the GPU passed through (--gpus all)",
-        )
-    if not torch.cuda:
-        return (
-            f"torch {torch.version} was built without CUDA",
-            "pip install --force-reinstall torch (a build for your driver, see pytorch.org)",
-        )
-    detail = f": {torch.cuda_error}" if torch.cuda_error else ""
-    return (
-        f"torch for CUDA {torch.cuda} cannot use it with driver {driver}{detail}",
-        "update the driver, or install a torch built for an older CUDA",
-    )
-
-
-def _why_no_rocm(torch: TorchFacts) -> tuple[str, str]:
-    if not torch.hip:
-        return f"torch {torch.version} was built without ROCm", "install torch's ROCm build (Linux only)"
-    return "ROCm does not offer it", "check rocminfo and membership in the group 'render'"
-
-
-def _reject(subject: str, reason: str, cure: str) -> Finding:
-    return Finding(subject, "note", f"not used: {reason}", cure)
-
-
-def judge_disk(folder: Path, free: int | None, writable: bool) -> Finding:
-    """Where the weights go. Bytes; ``free`` None if it cannot be told."""
-    if not writable:
-        cure = "choose another folder with --data, or make this one writable"
-        return Finding("disk", "problem", f"{folder} cannot be written", cure)
-    if free is None:
-        return Finding("disk", "warning", f"cannot tell how much of {folder} is free")
-    text = f"{_gb(free)} free for {folder}"
-    if free < MIN_DISK:
-        return Finding("disk", "warning", text, f"free some: at least {_gb(MIN_DISK)}, or choose --data")
-    return Finding("disk", "ok", text)
-
-
 def judge_key(path: Path) -> Finding:
     """The identity file: missing is fine, unreadable is not."""
     if not path.exists():
@@ -253,7 +158,7 @@ def judge_key(path: Path) -> Finding:
 
 
 def judge_clock(now_s: float, synchronised: bool | None) -> Finding:
-    """The wall clock, seconds since the epoch; the daemon measures it against the coordinator's as well."""
+    """The wall clock, seconds since the epoch; ``--coordinator`` compares it with the coordinator's."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s)) if 0 <= now_s < 1e11 else f"{now_s}"
     cure = "timedatectl set-ntp true"
     if not EARLIEST_S <= now_s <= LATEST_S:
@@ -263,85 +168,6 @@ def judge_clock(now_s: float, synchronised: bool | None) -> Finding:
     return Finding("clock", "ok", f"{text}{', synchronised' if synchronised else ''}")
 
 
-# --- probes
-
-
-def probe_display(root: Path = Path("/sys/bus/pci/devices")) -> list[DisplayDevice]:
-    """Graphics devices (PCI class 0x03) as Linux lists them; empty elsewhere."""
-    found = []
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        try:
-            if int((path / "class").read_text(), 16) >> 16 != 0x03:
-                continue
-            vendor = int((path / "vendor").read_text(), 16)
-            device = int((path / "device").read_text(), 16)
-        except (OSError, ValueError):
-            continue
-        driver = path / "driver"
-        found.append(
-            DisplayDevice(path.name, vendor, device, driver.resolve().name if driver.exists() else "")
-        )
-    return found
-
-
-def probe_node_files(folder: Path = Path("/dev")) -> list[NodeFile]:
-    """NVIDIA's device files and whether this user may open them."""
-    paths = sorted(
-        p for p in folder.glob("nvidia*") if p.name in ("nvidiactl", "nvidia-uvm") or p.name[6:].isdigit()
-    )
-    return [NodeFile(str(p), os.access(p, os.R_OK | os.W_OK)) for p in paths]
-
-
-def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The loaded driver's version, ``""`` if there is none."""
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return ""
-    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
-
-
-def probe_torch() -> TorchFacts:
-    """Ask torch, importing it if need be. Never raises."""
-    try:
-        import torch
-    except Exception as error:  # a broken library raises anything from OSError to ImportError
-        return TorchFacts(error=f"{type(error).__name__}: {error}")
-    devices: list[TorchDevice] = []
-    problem = ""
-    hip = getattr(torch.version, "hip", None) or ""
-    try:
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            free, total = torch.cuda.mem_get_info(index)
-            capability = (properties.major, properties.minor)
-            kind = "hip" if hip else "cuda"
-            devices.append(TorchDevice(kind, index, properties.name, capability, total, free))
-    except Exception as error:
-        problem = f"{error}".splitlines()[0] if str(error) else type(error).__name__
-    mps = getattr(torch.backends, "mps", None)
-    return TorchFacts(
-        version=torch.__version__,
-        cuda=torch.version.cuda or "",
-        hip=hip,
-        mps_built=bool(mps and mps.is_built()),
-        mps_available=bool(mps and mps.is_available()),
-        cuda_error=problem,
-        devices=tuple(devices),
-    )
-
-
-def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The control group's memory limit in bytes, None if there is none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            limit = int((root / name).read_text())
-        except (OSError, ValueError):
-            continue
-        return limit if limit < 2**60 else None
-    return None
-
-
 def _installed(name: str) -> str:
     try:
         return version(name)
@@ -349,30 +175,8 @@ def _installed(name: str) -> str:
         return ""
 
 
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
-
-
-def _disk(folder: Path) -> tuple[int | None, bool]:
-    """Free bytes and writability of the nearest folder that exists."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    writable = place.is_dir() and os.access(place, os.W_OK)
-    try:
-        return shutil.disk_usage(place).free, writable
-    except OSError:
-        return None, writable
-
-
 def _synchronised() -> bool | None:
     """Whether the system says that its clock follows a time server; None where it does not say."""
     if not Path("/run/systemd/timesync").is_dir():
         return None
     return Path("/run/systemd/timesync/synchronized").exists()
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -42,6 +42,16 @@ class Sized(Struct, frozen=True, kw_only=True):
     free: Annotated[int, Meta(ge=0)]
     halved: Annotated[int, Meta(ge=0)] = 0  # times, because memory had run out
 
+    def in_words(self) -> str:
+        """For a person."""
+        text = f"{self.at_once} of up to {self.most} sequences at once: {_megabytes(self.each)} each, "
+        text += f"{_megabytes(self.free)} were free"
+        return f"{text}; halved {self.halved} time(s) as memory ran out" if self.halved else text
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
 
 class Progress(Struct, frozen=True, kw_only=True, tag=True):
     """Finished work only (R7): completions ended so far, tokens drawn so far."""

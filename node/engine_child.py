@@ -19,7 +19,9 @@ import trio
 from msgspec import Struct
 
 from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
+from barnraise.node.devices import Signs, TorchFacts, look_for_signs
 from barnraise.node.engine import EngineInfo, EngineLimits, Generated, OutOfMemory, Progress, Work
+from barnraise.node.probe_child import open_prober
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import Patience
@@ -100,6 +102,7 @@ class ChildEngine:
         self._patience = patience
         self._child: Child | None = None
         self._last: LoadRequest | None = None  # what the node believes to be loaded
+        self._stale = False
         self._limits: EngineLimits | None = None
 
     @property
@@ -169,6 +172,22 @@ class ChildEngine:
             with contextlib.suppress(ChildError):
                 await self._child.tell(limits)
 
+    async def look(self) -> Signs:
+        """See ``barnraise.node.hardware.SurveyedEngine``."""
+        return await trio.to_thread.run_sync(look_for_signs, abandon_on_cancel=True)  # type: ignore[call-arg]
+
+    async def ask_torch(self) -> TorchFacts:
+        """See ``barnraise.node.hardware.SurveyedEngine``."""
+        try:
+            async with open_prober(self._log, humble=True) as prober:
+                return await prober.ask_torch()
+        except ChildError as error:
+            return TorchFacts(error=str(error))
+
+    def renew(self) -> None:
+        """See ``barnraise.node.hardware.SurveyedEngine``."""
+        self._stale, self._last = True, None
+
     async def close(self) -> None:
         """See ``Engine.close``."""
         child, self._child, self._last = self._child, None, None
@@ -176,7 +195,8 @@ class ChildEngine:
             await child.close()
 
     async def _running(self) -> Child:
-        if self._child is None or not self._child.alive:
+        stale, self._stale = self._stale, False
+        if self._child is None or not self._child.alive or stale:
             if self._child is not None:
                 await self._child.kill()
             threads = self._threads if self._limits is None else self._limits.threads

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import psutil
 import trio
 
-from barnraise.node.doctor import memory_limit
 from barnraise.node.gpu_heat import GpuHeat
 from barnraise.node.presence import UNKNOWN, Presence, Source, combined
+from barnraise.node.processor import memory_limit
 
 POWER = Path("/sys/class/power_supply")
 PROC = Path("/proc")

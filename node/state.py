@@ -148,6 +148,7 @@ class Facts:
     device: str = ""
     engine_memory: int = 0
     sized: Sized | None = None  # of the unit begun last
+    hardware: dict[str, Any] = field(default_factory=dict)  # see barnraise.node.hardware
     accepted: int = 0
     rejected: int = 0
     credit: int = 0
@@ -171,6 +172,16 @@ class Facts:
     consent: dict[str, Any] | None = None  # see barnraise.node.consent
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+
+
+def _hardware(facts: Facts) -> dict[str, Any]:
+    """What was found, with what the engine takes and how it was sized by that (R5)."""
+    found = {name: value for name, value in facts.hardware.items() if name != "measured_tokens_per_s"}
+    if not found:
+        return {}
+    rate = facts.hardware.get("measured_tokens_per_s") or (round(facts.tokens_per_s, 1) or None)
+    sized = "" if facts.sized is None else facts.sized.in_words()
+    return {**found, "engine_memory": facts.engine_memory, "tokens_per_s": rate, "sized": sized}
 
 
 def midnight_ms(wall_ms: int) -> int:
@@ -237,6 +248,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "engine": facts.engine,
         "device": facts.device,
         "engine_memory": facts.engine_memory,
+        "hardware": _hardware(facts),
         "clock_offset_ms": facts.offset_ms,
         "duplicate_key": facts.duplicate_key_at is not None and mono - facts.duplicate_key_at < DUPLICATE_S,
         "notices": list(facts.notices),

@@ -25,6 +25,7 @@ from barnraise.kernels.toploc import build_proofs
 from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import train_unit
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
+from barnraise.node.gpus import usable
 from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.patching import patches_since
 from barnraise.node.sizing import size_unit
@@ -221,9 +222,12 @@ class TorchEngine:
 
 
 def default_device() -> str:
-    """``cuda`` (NVIDIA or ROCm) or ``mps`` where torch sees one, else ``cpu``."""
+    """The first GPU that torch has kernels for (NVIDIA or ROCm), or ``mps``, else ``cpu``."""
     if torch.cuda.is_available():
-        return "cuda"
+        kind = "hip" if getattr(torch.version, "hip", None) else "cuda"
+        for index in range(torch.cuda.device_count()):
+            if usable(kind, torch.cuda.get_device_capability(index)):
+                return f"cuda:{index}"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 

@@ -153,13 +153,17 @@ def test_a_key_goes_to_another_machine_and_back(tmp_path, capsys):
 
 
 def test_doctor_in_a_pipe_is_one_line_per_finding(tmp_path, capsys, monkeypatch):
-    from barnraise.node.doctor import Finding
+    from barnraise.node.findings import Finding
 
     found = [
         Finding("memory", "ok", "plenty " * 20),
         Finding("disk", "problem", "[full]", "delete something"),
     ]
-    monkeypatch.setattr("barnraise.node.doctor.examine", lambda *_: found)
+    async def examine(*places, **options):
+        for finding in found:
+            yield finding
+
+    monkeypatch.setattr("barnraise.node.doctor.examine", examine)
     assert call("doctor", "--data", tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
