@@ -31,7 +31,8 @@ from barnraise.protocol.spec import RunSpec
 STOP_S = 1.4
 """A cancelled engine that is still busy after this long is killed."""
 BEAT_S = 1.0
-NICE = 10
+NICE = 5
+"""How far behind everybody else on the machine a volunteer's engine stands in line for the processor."""
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True, tag=True):
@@ -87,6 +88,7 @@ class ChildEngine:
         log: Path | None = None,
         device: str = "",
         patience: Patience = Patience(),
+        nice: int = 0,
     ) -> None:
         """Nothing is started yet.
 
@@ -95,11 +97,13 @@ class ChildEngine:
             log: file for the child's messages; None shares ours.
             device: a torch device; empty means the accelerator if there is one, else the CPU.
             patience: with a child that hangs; it is killed, and the next call starts another.
+            nice: by how much the child's niceness is above ours.
         """
         self._threads = threads
         self._log = log
         self._device = device
         self._patience = patience
+        self._nice = nice
         self._child: Child | None = None
         self._last: LoadRequest | None = None  # what the node believes to be loaded
         self._stale = False
@@ -201,7 +205,7 @@ class ChildEngine:
                 await self._child.kill()
             threads = self._threads if self._limits is None else self._limits.threads
             argv = [sys.executable, "-m", "barnraise.node.engine_child", "--threads", str(threads)]
-            argv += ["--beat", str(BEAT_S)]
+            argv += ["--beat", str(BEAT_S), "--nice", str(self._nice)]
             if self._device:
                 argv += ["--device", self._device]
             environment = {"OMP_NUM_THREADS": str(threads)} if threads else None
@@ -234,6 +238,7 @@ def main() -> NoReturn:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="")
     parser.add_argument("--beat", type=float, default=0.0)
+    parser.add_argument("--nice", type=int, default=0)
     options = parser.parse_args()
 
     import psutil
@@ -242,7 +247,8 @@ def main() -> NoReturn:
     from barnraise.node.engine_limits import Limiter
     from barnraise.node.torch_engine import BlockUnits, Generator
 
-    _be_last()
+    if options.nice > 0:
+        _stand_back(options.nice)
     torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
     generator = Generator(options.device or None)
     units = BlockUnits(options.device or None)
@@ -270,13 +276,13 @@ def main() -> NoReturn:
     serve(handle, Request, options.beat, limiter.want)
 
 
-def _be_last() -> None:
-    """Take only the processor time that nobody else on the machine wants."""
+def _stand_back(by: int) -> None:
+    """Let others on the machine have the processor first."""
     with contextlib.suppress(OSError, AttributeError):
-        os.nice(NICE)
+        os.nice(by)
     # Linux may weigh sessions rather than processes, and this one has a session of its own.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "r+") as file:
-        file.write(str(NICE))
+        file.write(str(by))
 
 
 if __name__ == "__main__":

@@ -101,12 +101,12 @@ def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def _run(config: NodeConfig, identity: Identity) -> int:
-    from barnraise.node.engine_child import ChildEngine
+    from barnraise.node.engine_child import NICE, ChildEngine
     from barnraise.node.machine import Machine
     from barnraise.node.presence_sources import open_sources
 
     code = EXIT_INTERRUPTED
-    engine = ChildEngine(threads=config.threads, log=config.data / "engine.log")
+    engine = ChildEngine(threads=config.threads, log=config.data / "engine.log", nice=NICE)
     async with open_libp2p(identity, config.listen, circuits=True) as network, trio.open_nursery() as nursery:
 
         async def live(task_status: Starting) -> None:
