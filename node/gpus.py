@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from barnraise.node.devices import AMD, NVIDIA, Signs, TorchDevice, TorchFacts
+from barnraise.node.devices import AMD, NVIDIA, NvmlDevice, Signs, TorchDevice, TorchFacts
 from barnraise.node.findings import Finding, gigabytes
 
 MIN_CAPABILITY = (7, 0)  # what current CUDA builds of torch still carry kernels for
@@ -50,7 +50,7 @@ def find_gpus(signs: Signs, torch: TorchFacts) -> list[Gpu]:
     """Every device that anything sees; the first that can be used is."""
     found: list[Gpu] = []
     for device in torch.devices:
-        found.append(_opened(device, signs, taken=any(gpu.used for gpu in found)))
+        found.append(_opened(device, signs, torch, taken=any(gpu.used for gpu in found)))
     kinds = {device.kind for device in torch.devices}
     if "cuda" not in kinds and "hip" not in kinds:
         found += _nvidia_unused(signs, torch)
@@ -68,7 +68,16 @@ def find_gpus(signs: Signs, torch: TorchFacts) -> list[Gpu]:
     return found
 
 
-def _opened(device: TorchDevice, signs: Signs, *, taken: bool) -> Gpu:
+def _same(device: TorchDevice, signs: Signs, torch: TorchFacts) -> NvmlDevice | None:
+    """What NVML says now of a device that torch looked at once; None where it cannot be told apart."""
+    seen = [item for item in signs.nvml.devices if item.name == device.name]
+    if len(seen) <= 1 or signs.hidden is not None:
+        return seen[0] if len(seen) == 1 else None
+    alike = [item.index for item in torch.devices if item.name == device.name]  # both in the bus's order
+    return seen[alike.index(device.index)] if len(alike) == len(seen) else None
+
+
+def _opened(device: TorchDevice, signs: Signs, torch: TorchFacts, *, taken: bool) -> Gpu:
     reason = cure = ""
     if not usable(device.kind, device.capability):
         least = ".".join(map(str, MIN_CAPABILITY))
@@ -77,8 +86,7 @@ def _opened(device: TorchDevice, signs: Signs, *, taken: bool) -> Gpu:
     elif taken:
         reason = "a node uses one GPU"
         cure = f"a second node for it: CUDA_VISIBLE_DEVICES={device.index} and --data and --key of its own"
-    seen = [item for item in signs.nvml.devices if item.name == device.name]
-    heat = seen[0].temperature if len(seen) == 1 else None
+    seen = _same(device, signs, torch)
     return Gpu(
         device.name,
         device.kind,
@@ -86,8 +94,8 @@ def _opened(device: TorchDevice, signs: Signs, *, taken: bool) -> Gpu:
         reason,
         cure,
         device.index,
-        heat,
-        device.total - device.free,
+        None if seen is None else seen.temperature,
+        device.total - device.free if seen is None else seen.used,
         device.total,
         device.capability,
     )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 import trio
@@ -26,6 +27,7 @@ from barnraise.kernels.mot import Tensors, layer_count, make_cut
 from barnraise.node import sizing
 from barnraise.node.block_engine import BlockEngine, BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import TrainingStopped, train_unit
+from barnraise.node.engine import OutOfMemory
 from barnraise.node.engine_child import ChildEngine
 from barnraise.node.sizing import block_bytes
 from barnraise.node.torch_engine import TorchEngine
@@ -288,6 +290,23 @@ def test_r5_a_unit_that_memory_did_not_suffice_for_is_done_in_micro_batches_with
     assert error.first < tolerance.first / 100
     assert error.second < tolerance.second / 100
     assert error.worst_tensor < tolerance.worst_tensor / 100
+
+
+async def test_r5_a_child_without_memory_lives_or_begins_anew_and_finishes_the_unit_in_micro_batches(
+    tmp_path: Path, run: RunSpec, child: ChildEngine
+) -> None:
+    whole = train(run, work(tmp_path, "whole"))
+    await child.train(run, work(tmp_path, "warm-up"), ignore)
+    assert child.pid is not None
+    process = psutil.Process(child.pid)
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 10_000, psutil.RLIM_INFINITY))
+    hog = msgspec.structs.replace(work(tmp_path), corpus=bytes(50_000_000))
+    with pytest.raises(OutOfMemory):
+        await child.train(run, hog, ignore)
+    if child.pid is not None:
+        process.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+    done = await child.train(run, msgspec.structs.replace(work(tmp_path), shrink=1), ignore)
+    assert done.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 def test_r5_a_blocks_batch_follows_the_free_memory(

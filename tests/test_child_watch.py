@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import trio
 
-from barnraise.protocol.child import Child
+from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import ChildHungError, Patience, Vitals, Watch, vitals
 from barnraise.protocol.oom import oom_kills
@@ -103,6 +103,18 @@ async def test_a_slow_child_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
         assert await child.request(Do("nothing"), Done, patience=QUICK) == Done()
     finally:
         await child.kill()
+
+
+async def test_r5_a_child_that_the_kernel_killed_for_memory_is_reported_as_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([5, 6])  # the kernel's counter before the child began, and after it died
+    monkeypatch.setattr("barnraise.protocol.child.oom_kills", lambda: next(kills))
+    child = await start(tmp_path)
+    with pytest.raises(ChildOutOfMemoryError, match="engine ran out of memory: the system killed it"):
+        await child.request(
+            Do("sleep"), Done, lambda step: os.kill(child.pid, signal.SIGKILL), events=Step, patience=QUICK
+        )
 
 
 # --- the judgement alone

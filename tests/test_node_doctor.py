@@ -100,9 +100,23 @@ def test_a_usable_card_is_shown_with_memory_capability_and_heat() -> None:
     findings = judge_devices(signs, replace(CUDA, devices=(GPU,)))
     found = about(findings, "cuda:0")
     assert found.status == "ok"
-    for part in ("RTX 4090", "20.0 GB of 24.0 GB", "8.9", "41 degrees"):
+    for part in (
+        "RTX 4090",
+        "23.0 GB of 24.0 GB",
+        "8.9",
+        "41 degrees",
+    ):  # as it is now, not when torch looked
         assert part in found.text
     assert len(findings) == 1
+
+
+def test_of_two_cards_of_a_kind_each_has_its_own_heat() -> None:
+    nvml = NvmlFacts("550", (SEEN, replace(SEEN, index=1, temperature=77.0, used=2 * 10**9)))
+    torch = replace(CUDA, devices=(GPU, replace(GPU, index=1)))
+    first, second = find_gpus(Signs(driver="550", nvml=nvml), torch)
+    assert (first.temperature, second.temperature) == (41.0, 77.0)
+    hidden = find_gpus(Signs(driver="550", nvml=nvml, hidden="1"), replace(CUDA, devices=(GPU,)))
+    assert hidden[0].temperature is None, "which of the two it is cannot be told"
 
 
 def test_r11_an_old_card_a_full_card_and_a_third_one_say_so() -> None:

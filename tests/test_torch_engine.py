@@ -243,6 +243,19 @@ async def test_a_killed_child_is_reported_and_the_next_load_starts_a_fresh_one(
     assert (await child.generate(work(), ignore)).tokens > 0
 
 
+async def test_r11_an_engine_that_is_to_begin_anew_does_so_at_its_next_load(
+    folder: Path, child: ChildEngine
+) -> None:
+    await child.load(SPEC, folder, 0)
+    pid = child.pid
+    child.renew()
+    with pytest.raises(ChildError, match="no model loaded"):
+        await child.generate(work(), ignore)
+    await child.load(SPEC, folder, 0)
+    assert child.pid not in (None, pid)
+    assert (await child.generate(work(), ignore)).tokens > 0
+
+
 async def test_r5_a_stopped_engine_is_reported_within_bounded_time_and_the_next_load_starts_a_fresh_one(
     folder: Path, tmp_path: Path
 ) -> None:
