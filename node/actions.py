@@ -63,7 +63,7 @@ from barnraise.protocol.messages import (
     RolloutSubmission,
     SubmitRequest,
 )
-from barnraise.protocol.pretrain import BlockLease, PretrainSpec
+from barnraise.protocol.pretrain import BlockLease, PretrainSpec, last_block_version, other_blocks
 from barnraise.protocol.wire import printable
 
 FIRST_LINE_S = 2.0  # what is over sooner needs no progress
@@ -105,7 +105,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
 
     with scope:
         try:
-            await ctx.versions.ensure(head, fetcher, progress)
+            await ctx.versions.ensure(head, fetcher, progress, _not_wanted(ctx, version))
         except DamagedVersionError as error:
             ctx.say(str(error), logging.ERROR)
             if ctx.damaged_version != version:
@@ -139,6 +139,14 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         fetched={"version": version, "bytes": size, "seconds": round(elapsed, 3)},
     )
     ctx.feed(FetchDone(version))
+
+
+def _not_wanted(ctx: Context, version: int) -> frozenset[str]:
+    """In the block stage the scaffold is fetched, and the block that was trained last; others on demand."""
+    spec, lease = ctx.joined().spec.pretrain, ctx.lease
+    if spec is None or version > last_block_version(spec):
+        return frozenset()
+    return other_blocks(spec, lease.block if isinstance(lease, BlockLease) else None)
 
 
 async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:

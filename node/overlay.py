@@ -20,6 +20,7 @@ from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import Acknowledged, PeerReport, Signed
 from barnraise.protocol.opening import check_opening
+from barnraise.protocol.pretrain import last_block_version
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.wire import printable
@@ -66,7 +67,8 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
     )
     ctx.treecast = TreecastFetcher(gossiper, beside)
     assert ctx.versions is not None
-    ctx.prefetch = Prefetch(gossiper, ctx.versions, lambda: _idle(ctx), ctx.say)
+    blocks = -1 if run.spec.pretrain is None else last_block_version(run.spec.pretrain)
+    ctx.prefetch = Prefetch(gossiper, ctx.versions, lambda: _idle(ctx), ctx.say, blocks)
     ctx.entered.set()
 
 

@@ -29,7 +29,8 @@ class Prefetch:
     """Listens to ``gossiper``'s openings from now on. ``say`` is told of what a person should know.
 
     ``idle()`` says whether a whole version may be fetched ahead now (no other download,
-    no pause, quota left). ``pulling``: the list being fetched, if any.
+    no pause, quota left). ``last_block``: versions up to it are made of blocks, of which this
+    node needs one, and are not fetched ahead. ``pulling``: the list being fetched, if any.
     """
 
     def __init__(
@@ -38,17 +39,19 @@ class Prefetch:
         versions: Versions,
         idle: Callable[[], bool] = lambda: True,
         say: Callable[[str], None] = log.info,
+        last_block: int = -1,
     ) -> None:
         self.gossiper = gossiper
         self.pulling: int | None = None
         self._versions, self._idle, self._say = versions, idle, say
+        self._last_block = last_block
         self._refused: int | None = None  # the list that there is no room for
         gossiper.openings.on_opening = self._opened
         gossiper.openings.on_close = self._closed
 
     def wants(self, opening: Opening) -> bool:
         """Whether its shards are worth fetching for this node."""
-        if self._versions.busy or not self._idle():
+        if opening.version <= self._last_block or self._versions.busy or not self._idle():
             return False
         return not set(opening.bases) & set(self._versions.on_disk())
 

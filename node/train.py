@@ -27,7 +27,14 @@ from barnraise.protocol.corpus import read_corpus, shard_bytes
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError, PeerError, StorageError
 from barnraise.protocol.messages import MAX_SUBMISSION, FileEntry
-from barnraise.protocol.pretrain import BlockLease, BlockSubmission, PretrainSpec, part_name, segments
+from barnraise.protocol.pretrain import (
+    BlockLease,
+    BlockSubmission,
+    PretrainSpec,
+    other_blocks,
+    part_name,
+    segments,
+)
 from barnraise.protocol.shards import off_loop
 from barnraise.protocol.wire import printable
 
@@ -50,7 +57,7 @@ async def train(ctx: Context, action: Train, scope: trio.CancelScope) -> None:
     with scope:
         try:
             with ctx.versions.hold(unit.version) as version_folder:
-                if not await ctx.versions.recheck(unit.version):
+                if not await _ensure_block(ctx, lease):
                     _without_version(ctx, unit.version)
                     return
                 work = await _prepare(ctx, lease, version_folder, action.shrink)
@@ -83,6 +90,41 @@ async def train(ctx: Context, action: Train, scope: trio.CancelScope) -> None:
         ctx.feed(EngineStopped(alive=True))
         return
     _finish(ctx, lease, *done)
+
+
+async def _ensure_block(ctx: Context, lease: BlockLease) -> bool:
+    """Whether the version is on the disk; its block is fetched if only that is missing.
+
+    Raises:
+        PeerError, StorageError, MalformedError: it cannot be had.
+    """
+    assert ctx.versions is not None
+    versions, version = ctx.versions, lease.policy_version
+    signed, fetcher = versions.saved(version), ctx.treecast or ctx.fetcher
+    if signed is None or fetcher is None:
+        return False
+    without = other_blocks(_spec(ctx), lease.block)
+    if not await versions.recheck(version, other_blocks(_spec(ctx), None)):
+        return False
+    if versions.is_ready(version, without):
+        return True
+    started = trio.current_time()
+    transfer: Transfer | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal transfer
+        if transfer is None:
+            what = f"block {lease.block} of version {version}"
+            transfer = ctx.facts.transfer = Transfer(version, total, started, skipped=done, what=what)
+        transfer.done = done
+        transfer.sources = fetcher.came_from
+        ctx.changed.set()
+
+    try:
+        await versions.ensure(signed, fetcher, progress, without)
+    finally:
+        ctx.facts.transfer = None
+    return True
 
 
 def _without_version(ctx: Context, version: int) -> None:

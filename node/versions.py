@@ -7,6 +7,9 @@ complete. What a crash leaves is resumed from: shards in the store and in damage
 version folders are re-hashed, and only the rest is fetched (R23). Where the manifest
 offers a patch from a version on disk, the patch is fetched instead
 (``barnraise.node.patching``); it stays in ``v000012.patches`` and is served on.
+
+Of a version of the block stage a node needs the scaffold and one block: a folder may hold
+some of the manifest's files, and more of them later.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import trio
 
 from barnraise.node.patching import (
@@ -79,6 +83,7 @@ class Versions:
         self._run_id = run_id
         self._keep = keep
         self._whole: dict[int, bytes] = {}  # checked since opening -> content id of its manifest
+        self._files: dict[int, frozenset[str]] = {}  # of those, what is there
         self._held: Counter[int] = Counter()
         self._busy = trio.Lock()
         try:
@@ -110,30 +115,51 @@ class Versions:
         """Where a version's files lie, or would lie."""
         return self.folder / version_name(version)
 
-    def is_ready(self, version: int) -> bool:
-        """Whether the version is whole and was checked since opening."""
-        return version in self._whole
+    def is_ready(self, version: int, without: Collection[str] = ()) -> bool:
+        """Whether the version is whole, but for files in ``without``, and was checked since opening."""
+        manifest = self._saved_manifest(version) if version in self._whole else None
+        if manifest is None:
+            return False
+        wanted = {entry.path for entry in manifest.files}.difference(without)
+        return self._files[version] >= wanted
 
-    async def recheck(self, version: int) -> bool:
-        """Whether the version is whole; what an earlier process left is compared with its manifest now."""
-        if version in self._whole:
-            return True
-        async with self._busy:
-            signed, manifest, folder = self._saved(version), self._saved_manifest(version), self.path(version)
-            if signed is None or manifest is None:
-                return False
-            if await off_loop(manifest_bytes(manifest), lambda: folder_matches(manifest, folder)):
-                self._whole[version] = content_id(signed)
-        return version in self._whole
+    def saved(self, version: int) -> Signed | None:
+        """The manifest of a version on disk, as it was signed; None where it is not to be believed."""
+        return None if self._saved_manifest(version) is None else self._saved(version)
+
+    async def recheck(self, version: int, without: Collection[str] = ()) -> bool:
+        """Whether the version is whole, but for files in ``without``.
+
+        What an earlier process left is compared with its manifest now.
+        """
+        if version not in self._whole:
+            async with self._busy:
+                signed, manifest, folder = (
+                    self._saved(version),
+                    self._saved_manifest(version),
+                    self.path(version),
+                )
+                if signed is None or manifest is None:
+                    return False
+                part = _part(manifest, _names(folder))
+                if await off_loop(manifest_bytes(part), lambda: folder_matches(part, folder)):
+                    self._note(signed, part)
+        return self.is_ready(version, without)
+
+    def _note(self, signed: Signed, part: Manifest) -> None:
+        self._whole[part.version] = content_id(signed)
+        self._files[part.version] = frozenset(entry.path for entry in part.files)
 
     async def ensure(
         self,
         signed: Signed,
         fetcher: Fetcher,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        without: Collection[str] = (),
     ) -> Path:
         """Return the folder with the version that the signed manifest describes, fetching what is missing.
 
+        ``without``: files that are not wanted, unless they are there already.
         ``progress(done, total)`` counts bytes that are verified and on disk: of the
         files, or of patches while those are fetched instead. One call at a time runs,
         others wait. Cancelled, it loses nothing: shards stay in the store. Other versions
@@ -146,15 +172,18 @@ class Versions:
         """
         manifest = check_manifest(signed, self._spec, self._run_id)
         async with self._busy:
-            if self._whole.get(manifest.version) != content_id(signed):
+            there = self._files.get(manifest.version, frozenset())
+            wanted = {entry.path for entry in manifest.files}.difference(without)
+            part = _part(manifest, wanted.union(_names(self.path(manifest.version))))
+            if self._whole.get(manifest.version) != content_id(signed) or not there >= wanted:
                 owner = f"fetch {version_name(manifest.version)}"
-                self._store.pin(owner, (digest for digest, _ in manifest_shards(manifest)))
+                self._store.pin(owner, (digest for digest, _ in manifest_shards(part)))
                 try:
-                    await self._complete(signed, manifest, fetcher, progress)
+                    await self._complete(signed, manifest, part, fetcher, progress)
                 finally:
                     self._store.unpin(owner)
-                self._whole[manifest.version] = content_id(signed)
-                await off_loop(manifest_bytes(manifest), lambda: self._prune(manifest.version))
+                self._note(signed, part)
+                await off_loop(manifest_bytes(part), lambda: self._prune(manifest.version))
         return self.path(manifest.version)
 
     @contextmanager
@@ -170,20 +199,21 @@ class Versions:
         self,
         signed: Signed,
         manifest: Manifest,
+        part: Manifest,
         fetcher: Fetcher,
         progress: Callable[[int, int], None],
     ) -> None:
-        size = manifest_bytes(manifest)
-        folder = self.path(manifest.version)
-        shards = dict(manifest_shards(manifest))
+        size = manifest_bytes(part)
+        folder = self.path(part.version)
+        shards = dict(manifest_shards(part))
         total = sum(shards.values())
-        if not await off_loop(size, lambda: folder_matches(manifest, folder)):
+        if not await off_loop(size, lambda: folder_matches(part, folder)):
             missing = await off_loop(
                 size, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
             )
-            with self._scratch(manifest) as scratch:
-                ready, fetched = await self._patched(manifest, missing, fetcher, scratch, progress)
-                rest = [entry for entry in manifest.files if entry.path not in ready]
+            with self._scratch(part) as scratch:
+                ready, fetched = await self._patched(part, missing, fetcher, scratch, progress)
+                rest = [entry for entry in part.files if entry.path not in ready]
                 needed = {digest for entry in rest for digest in entry.shards}
                 missing = {d: n for d, n in missing.items() if d in needed}
                 if ready and not missing:
@@ -197,10 +227,9 @@ class Versions:
                     done += more
                     progress(done, total)
 
-                await fetcher.fetch(manifest, missing, received)
-                folder = self.path(manifest.version)
-                await off_loop(size, lambda: assemble(manifest, self._store.get, folder, ready))
-        await off_loop(size, lambda: self._settle(signed, manifest))
+                await fetcher.fetch(manifest, missing, received)  # whose lists are of all files
+                await off_loop(size, lambda: assemble(part, self._store.get, folder, ready))
+        await off_loop(size, lambda: self._settle(signed, part))
         progress(total, total)
 
     async def _patched(
@@ -355,7 +384,8 @@ class Versions:
     def _adopt(self, manifest: Manifest) -> None:
         folder = self.path(manifest.version)
         for entry in manifest.files:
-            self._store.adopt(folder / entry.path, entry_shards(entry, manifest.shard_size))
+            if (folder / entry.path).is_file():
+                self._store.adopt(folder / entry.path, entry_shards(entry, manifest.shard_size))
         for patch in manifest.patches:
             path = patch_path(folder, patch)
             if path.is_file():
@@ -369,6 +399,7 @@ class Versions:
                 continue
             folder = self.path(version)
             self._whole.pop(version, None)
+            self._files.pop(version, None)
             self._store.disown(folder)
             self._drop_patches(folder)
             self._manifest_path(version).unlink(missing_ok=True)
@@ -398,3 +429,14 @@ class Versions:
             return None if path.stat().st_size > _MAX_MANIFEST else decode(path.read_bytes(), Signed)
         except (OSError, BarnraiseError):
             return None
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def _part(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """The manifest as if those were all of its files."""
+    return msgspec.structs.replace(
+        manifest, files=tuple(entry for entry in manifest.files if entry.path in names)
+    )

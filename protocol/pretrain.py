@@ -213,3 +213,8 @@ def unit_start(spec: PretrainSpec, version: int, slot: int) -> int:
 def part_name(spec: PretrainSpec, part: int) -> str:
     """File name of the scaffold (``part`` 0) or of block ``part - 1``."""
     return f"model-{part + 1:05d}-of-{spec.blocks + 1:05d}.safetensors"
+
+
+def other_blocks(spec: PretrainSpec, block: int | None) -> frozenset[str]:
+    """Those of a version's files that a unit of ``block`` has no use for; None: every block's."""
+    return frozenset(part_name(spec, number + 1) for number in range(spec.blocks) if number != block)

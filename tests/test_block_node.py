@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.receipts import read_receipts
 from barnraise.node.torch_engine import TorchEngine
+from barnraise.node.units import file_entry
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
@@ -198,6 +200,44 @@ async def test_two_volunteers_raise_a_model_from_blocks(
     assert all(node.tree["credit"] > 0 for node in nodes)
     kept = [path for node in nodes for path in node.home.glob("runs/*/residuals/*")]
     assert bool(kept) == (delta == "int8")
+
+
+async def test_a_node_fetches_the_scaffold_and_the_block_that_it_trains_and_no_other(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, came = DiskStore.put, dict[Path, Counter[bytes]]()
+
+    def put(self: DiskStore, digest: bytes, data: bytes, *, checked: bool = False) -> None:
+        came.setdefault(self.folder, Counter())[digest] += len(data)
+        real(self, digest, data, checked=checked)
+
+    monkeypatch.setattr(DiskStore, "put", put)
+    four = {"blocks": 4, "scaffold_layers": 4, "rounds": 2, "contributors": 1}
+    async with stage(tmp_path, **four) as it:
+        nodes = [await join(it, tmp_path / f"n{number}", PacedEngine(20.0), number) for number in range(1, 5)]
+        await it.until(lambda: it.state()["complete"])
+        assert all(node.tree["rejected"] == 0 for node in nodes)
+    assert {node.engine.works[0].block for node in nodes} == {0, 1, 2, 3}
+    for node in nodes:
+        first, second = node.engine.works
+        assert second.block == first.block
+        got = came[node.home / "store"]
+        for version in (0, 1):  # the scaffold's shards are the same in both, and come once
+            parts = sorted((it.folder / "checkpoints" / f"v{version:06d}").glob("model-*.safetensors"))
+            assert len(parts) == 5
+            fetched = [sum(got[digest] for digest in file_entry(path).shards) for path in parts]
+            wanted = [1, *(number == first.block for number in range(4))]
+            assert fetched == [path.stat().st_size * want for path, want in zip(parts, wanted, strict=True)]
+
+
+async def test_a_node_that_gets_another_block_fetches_that_one_too(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with stage(tmp_path, rounds=1, contributors=1) as it:
+        node = await join(it, tmp_path / "node")
+        await it.until(lambda: it.state()["complete"])
+        assert [work.block for work in node.engine.works] in ([0, 1], [1, 0])
+        assert node.tree["rejected"] == 0
 
 
 async def test_after_the_blocks_the_same_nodes_generate(
