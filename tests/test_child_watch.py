@@ -155,6 +155,10 @@ def test_a_child_that_makes_steps_may_take_for_ever() -> None:
     assert look(Watch(SECOND, 0), 5000) == (5000, "")
 
 
+def test_an_engine_that_stands_back_on_a_busy_machine_is_no_hang() -> None:
+    assert look(Watch(SECOND, 0), 1000, cpu=0.01, steps=7) == (1000, "")
+
+
 def test_a_file_that_is_read_for_long_is_no_hang() -> None:
     watch = Watch(SECOND, 0)
     for second in range(1, 200):
