@@ -49,7 +49,7 @@ def play(story: Story, app: NodeApp, size: tuple[int, int] = (80, 24)) -> None:
     """Run ``story`` with the app on a screen of ``size``; what the app raises is raised."""
 
     async def run() -> None:
-        async with app.run_test(size=size, tooltips=False) as pilot:
+        async with app.run_test(size=size, tooltips=False, notifications=True) as pilot:
             await story(app, pilot)
 
     asyncio.run(asyncio.wait_for(run(), 120))

@@ -88,8 +88,6 @@ class NodeApp(App[str]):
     NodeScreen { background: $background; }
     ToastRack { margin-bottom: 1; }
     Toast { border-left: none; padding: 0 1; background: $panel; max-width: 72; width: auto; }
-    FooterKey .footer-key--key { padding: 0 0 0 1; }
-    FooterKey .footer-key--description { padding: 0 1 0 1; }
     Tooltip { background: $panel; padding: 0 1; }
     CommandPalette { SearchIcon { display: none; } }
     """
@@ -150,7 +148,7 @@ class NodeApp(App[str]):
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed just now
-                loop.call_soon_threadsafe(function, *arguments)
+                loop.call_soon_threadsafe(partial(self.call_later, function, *arguments))
 
     def take_state(self, state: dict[str, Any]) -> None:
         """The node is so from now on."""

@@ -12,6 +12,7 @@ from typing import Any
 MOST_TEXT = 2000
 MOST_ITEMS = 4096
 MOST_DEPTH = 12
+MOST_NUMBER = 2**63
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -24,16 +25,16 @@ def clean_text(text: str) -> str:
 
 
 def cleaned(value: Any, depth: int = 0) -> Any:
-    """``value`` with clean strings, keys included, finite numbers (else None) and bounded lists.
+    """``value`` with clean strings, keys included, numbers within 2**63 (else None) and bounded lists.
 
     Other than plain values become their text.
     """
     if isinstance(value, str):
         return clean_text(value)
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, int | float):
+        return value if abs(value) <= MOST_NUMBER and math.isfinite(value) else None
     if depth >= MOST_DEPTH:
         return "…"
     if isinstance(value, dict):

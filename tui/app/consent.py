@@ -9,8 +9,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Footer
 
+from barnraise.tui.app.keys import Keys
 from barnraise.tui.app.sheet import Row, Sheet, words
 
 
@@ -27,7 +27,6 @@ class Consent(ModalScreen[bool | None]):
             scrollbar-size-vertical: 1;
         }
         & Sheet { padding: 0; }
-        & > Footer { dock: bottom; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -48,7 +47,7 @@ class Consent(ModalScreen[bool | None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll():
             yield Sheet(id="fields", classes="bare", label=16, most=8)
-        yield Footer(show_command_palette=False)
+        yield Keys()
 
     def on_mount(self) -> None:
         self.query_one(Sheet).show(self._rows)

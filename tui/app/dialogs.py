@@ -9,9 +9,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from barnraise.tui.app.fields import parse_duration
+from barnraise.tui.app.keys import Keys
 from barnraise.tui.app.sheet import Row, Sheet, words
 
 CSS = """
@@ -23,7 +24,6 @@ CSS = """
     }}
     Sheet {{ padding: 0; }}
     Input {{ border: none; height: 1; padding: 0 1; margin: 1 0; background: $panel; }}
-    & > Footer {{ dock: bottom; }}
 }}
 """
 
@@ -49,7 +49,7 @@ class Ask(ModalScreen[tuple[Any] | None]):
             yield Sheet(id="question", classes="bare", label=9)
             yield Input(placeholder=self._hint, compact=True)
             yield Sheet(id="problem", classes="bare", label=0)
-        yield Footer(show_command_palette=False)
+        yield Keys()
 
     def on_mount(self) -> None:
         self.query_one("#question", Sheet).show(self.rows())
@@ -116,7 +116,7 @@ class Confirm(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Sheet(id="question", classes="bare", label=0, most=6)
-        yield Footer(show_command_palette=False)
+        yield Keys()
 
     def on_mount(self) -> None:
         self.query_one(Sheet).show([*self._rows, ("", words(""))])

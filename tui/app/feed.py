@@ -145,7 +145,9 @@ def _verdicts(receipts: list[Receipt]) -> tuple[Verdict, ...]:
 
 def _book_path(folder: Path, run: str) -> Path | None:
     name = run[:16].lower()
-    if name and all(c in "0123456789abcdef" for c in name):
+    if name:
+        if any(c not in "0123456789abcdef" for c in name):
+            return None
         path = folder / "runs" / name / "receipts.bin"
         return path if path.is_file() else None
     found = [path for path in folder.glob("runs/*/receipts.bin") if path.is_file()]

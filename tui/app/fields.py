@@ -14,8 +14,8 @@ from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.app.view import clock, is_moment, number
 from barnraise.tui.console import duration, size
 
-_SPAN = re.compile(r"([0-9]{1,6})(s|m|min|h|d|)", re.IGNORECASE)
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_SPAN = re.compile(r"(?:([0-9]{1,6})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m(?:in)?)?(?:([0-9]{1,8})s)?")
+_SECONDS = (86_400, 3600, 60, 1)
 _HOURS = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])-([01]?[0-9]|2[0-4]):([0-5][0-9])")
 MOST_PAUSE_S = 366 * 86_400
 
@@ -26,14 +26,12 @@ def parse_duration(text: str) -> int:
     Raises:
         ValueError: anything else, nothing at all, or more than a year.
     """
-    pieces = re.sub(r"\s+", "", text.strip())
-    total, position = 0, 0
-    while position < len(pieces):
-        match = _SPAN.match(pieces, position)
-        if match is None or (not match[2] and match.end() < len(pieces)):
-            raise ValueError(f"{text!r} is no time: write it like 30m, 2h or 1h30m")
-        total += int(match[1]) * _SECONDS[match[2].lower()]
-        position = match.end()
+    pieces = text.lower().replace(" ", "")
+    pieces += "s" if pieces.isdecimal() else ""
+    match = _SPAN.fullmatch(pieces)
+    if match is None or not pieces:
+        raise ValueError(f"{text!r} is no time: write it like 30m, 2h or 1h30m")
+    total = sum(int(count or 0) * seconds for count, seconds in zip(match.groups(), _SECONDS, strict=True))
     if not 0 < total <= MOST_PAUSE_S:
         raise ValueError("write a time like 30m, 2h or 1h30m, at most a year")
     return total

@@ -8,8 +8,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Footer
 
+from barnraise.tui.app.keys import Keys
 from barnraise.tui.app.sheet import Row, Sheet, words
 
 KEYS = (
@@ -50,7 +50,6 @@ class Help(ModalScreen[None]):
             width: 92; max-width: 98%; height: auto; max-height: 94%;
             background: $surface; border: solid $border; padding: 0 1; scrollbar-size-vertical: 1;
         }
-        & > Footer { dock: bottom; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,7 +71,7 @@ class Help(ModalScreen[None]):
             yield Sheet("Keys", id="keys", label=13)
             yield Sheet("On one screen", id="screens", label=13)
             yield Sheet("Words", id="words", label=13)
-        yield Footer(show_command_palette=False)
+        yield Keys()
 
     def on_mount(self) -> None:
         for name, pairs in (("keys", KEYS), ("screens", SCREENS), ("words", WORDS)):

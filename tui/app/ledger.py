@@ -14,7 +14,7 @@ from barnraise.tui.app.feed import Book, Verdict
 from barnraise.tui.app.listing import Column, Entry, Listing
 from barnraise.tui.app.screen import NodeScreen
 from barnraise.tui.app.sheet import Row, Sheet, words
-from barnraise.tui.app.view import View, clock, credit
+from barnraise.tui.app.view import View, clock, credit, told
 from barnraise.tui.app.work import TONES
 from barnraise.tui.status import standing
 
@@ -31,6 +31,10 @@ class Ledger(NodeScreen):
         ),
     ]
     DEFAULT_CSS = "Ledger #balance { margin-bottom: 1; }"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._book: Book | None = None  # what is listed
 
     def body(self) -> ComposeResult:
         with Vertical(id="body"):
@@ -53,8 +57,10 @@ class Ledger(NodeScreen):
     def draw(self, view: View) -> None:
         book = self.node.book
         self.query_one("#balance", Sheet).show(balance_rows(view, book))
-        self.query_one("#heading", Sheet).note(f"{len(book.verdicts):,}, newest first")
-        self.query_one(Listing).show([_entry(v) for v in book.verdicts[: -SHOWN - 1 : -1]], book.problem)
+        if book is not self._book:
+            self._book = book
+            self.query_one("#heading", Sheet).note(f"{len(book.verdicts):,}, newest first")
+            self.query_one(Listing).show([_entry(v) for v in book.verdicts[: -SHOWN - 1 : -1]], book.problem)
 
     def action_check(self) -> None:
         """Check every signature again."""
@@ -87,9 +93,7 @@ def balance_rows(view: View, book: Book) -> Iterator[Row]:
             ),
         )
     yield "in full", words(("barnraise ledger verify FILE --receipts ", "dim"), (view.folder, "dim"))
-    opinion = (
-        standing(view.state["standing"], view.now) if isinstance(view.state.get("standing"), dict) else ""
-    )
+    opinion = told(standing, view.state.get("standing"), view.now)
     if opinion:
         yield "standing", words((opinion, "bad" if opinion.startswith("banned") else ""))
 

@@ -56,6 +56,7 @@ class Log(NodeScreen):
         self._text = ""
         self._only = False
         self._follow = True
+        self._drawn = (-1, "")  # what is listed
 
     def body(self) -> ComposeResult:
         with Vertical(id="body"):
@@ -68,13 +69,15 @@ class Log(NodeScreen):
         self.query_one(Listing).focus()
 
     def draw(self, view: View) -> None:
-        self._list()
+        if self._drawn != (self.node.tail.count, self.node.tail.problem):
+            self._list()
 
     def _matches(self, line: LogLine) -> bool:
         return self._text.casefold() in line.text.casefold()
 
     def _list(self) -> None:
         tail = self.node.tail
+        self._drawn = (tail.count, tail.problem)
         chosen = [
             line for line in tail.lines if self._level == 0 or (line.bad if self._level == 2 else line.grave)
         ]

@@ -13,7 +13,7 @@ from barnraise.node.fetching import in_words
 from barnraise.tui.app.screen import NodeScreen, mark
 from barnraise.tui.app.sheet import Row, Sheet, Words, bar, spark, words
 from barnraise.tui.app.tail import Tail
-from barnraise.tui.app.view import View, clock, count, credit, number, rate, short, text, version
+from barnraise.tui.app.view import View, clock, count, credit, number, rate, short, text, told, version
 from barnraise.tui.console import size
 from barnraise.tui.status import standing
 
@@ -104,7 +104,7 @@ def now_rows(view: View, width: int) -> Iterator[Row]:
         total = number(fetch.get("total"))
         share = number(fetch.get("done")) / total if total else 0.0
         what = text(fetch.get("what")) or f"version {version(fetch.get('version'))}"
-        figures = f"  {what}, {in_words({**fetch, 'sources': ()})}"
+        figures = f"  {what}, {told(in_words, {**fetch, 'sources': ()})}"
         yield "fetching", bar(share, max(8, min(24, width - len(figures)))) + words(figures)
     newest, last = version(state.get("head_version")), version(state.get("final_version"))
     yield (
@@ -224,9 +224,9 @@ def network_rows(view: View) -> Iterator[Row]:
         yield "reachable", words((kind, "good" if kind == "direct" else ""), f"; {cure}" if cure else "")
     links = view.items("neighbours", "tree")
     yield "peers", words(f"{len(links) or count(state.get('peers'))} connected")
-    told = standing(state["standing"], view.now) if isinstance(state.get("standing"), dict) else ""
-    if told:
-        yield "standing", words((told, "bad" if told.startswith("banned") else ""))
+    opinion = told(standing, state.get("standing"), view.now)
+    if opinion:
+        yield "standing", words((opinion, "bad" if opinion.startswith("banned") else ""))
     offset = number(state.get("clock_offset_ms"))
     if abs(offset) > 300_000:
         yield "clock", words((f"{abs(offset) / 1000:.0f} s off: set it by NTP", "warn"))

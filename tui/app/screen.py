@@ -11,8 +11,8 @@ from textual.content import Content
 from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
+from barnraise.tui.app.keys import Keys
 from barnraise.tui.app.sheet import Piece, Row, Sheet, content, cut, words
 from barnraise.tui.app.view import View, clock, text
 from barnraise.tui.console import duration
@@ -69,7 +69,7 @@ def _doing(view: View) -> list[Piece]:
     if not view.state:
         return [("○ looking for the node", "dim")]
     state = text(view.state.get("state"), "?")
-    return [mark(state), (state, "strong")]
+    return [mark(state), (state[:24], "strong")]
 
 
 def mark(state: str) -> Piece:
@@ -148,7 +148,7 @@ class NodeScreen(Screen[None]):
         yield Tabs(self.tab)
         yield Sheet(id="banner", classes="bare", label=0, most=3)
         yield from self.body()
-        yield Footer(show_command_palette=False)
+        yield Keys()
 
     def body(self) -> ComposeResult:
         """The widgets between tabs and footer, under one with the id ``body``."""

@@ -61,13 +61,21 @@ def wrapped(pieces: Words, width: int) -> list[Line]:
                 size = cell_len(token)
             while size > width - used:
                 head, token = _split(token, width - used)
-                lines[-1].append((head, tone))
+                _add(lines[-1], head, tone)
                 lines.append([])
                 used, size = 0, cell_len(token)
             if token:
-                lines[-1].append((token, tone))
+                _add(lines[-1], token, tone)
                 used += size
     return lines
+
+
+def _add(line: Line, text: str, tone: str) -> None:
+    """Join what has one tone: every piece costs a change of style on the way to the terminal."""
+    if line and line[-1][1] == tone:
+        line[-1] = (line[-1][0] + text, tone)
+    else:
+        line.append((text, tone))
 
 
 def _tokens(text: str) -> Iterator[str]:
@@ -136,7 +144,6 @@ class Sheet(Widget):
         border-top: solid $border-blurred;
         border-title-color: $foreground 75%;
         border-title-style: bold;
-        border-subtitle-color: $foreground 60%;
         padding: 0 1;
         &.bare { border-top: none; }
     }
@@ -152,6 +159,8 @@ class Sheet(Widget):
         classes: str | None = None,
     ) -> None:
         super().__init__(id=id, classes=classes)
+        self._title = title
+        self._note = ""
         if title:
             self.border_title = Content(title)
         self._label = label
@@ -183,9 +192,10 @@ class Sheet(Widget):
         self.refresh(layout=before != after)
 
     def note(self, text: str) -> None:
-        """What stands on the right of the heading."""
-        if str(self.border_subtitle or "") != text:
-            self.border_subtitle = Content(text)
+        """What stands beside the heading."""
+        if self._note != text:
+            self._note = text
+            self.border_title = content([(self._title, ""), (f"  {text}" if text else "", "note")])
 
     def render(self) -> Content:
         lines = self._laid_out(self.size.width)

@@ -12,7 +12,7 @@ from barnraise.node.fetching import in_words
 from barnraise.tui.app.listing import Column, Entry, Listing
 from barnraise.tui.app.screen import NodeScreen
 from barnraise.tui.app.sheet import Row, Sheet, bar, words
-from barnraise.tui.app.view import View, number, rate, short, text, version
+from barnraise.tui.app.view import View, number, rate, short, text, told, version
 from barnraise.tui.console import size
 
 
@@ -95,7 +95,7 @@ def version_rows(view: View, width: int, most: int) -> Iterator[Row]:
         yield (
             "fetching",
             bar(number(fetch.get("done")) / total if total else 0.0, 12)
-            + words(f"  {text(fetch.get('what')) or version(fetch.get('version'))}: {in_words(fetch)}"),
+            + words(f"  {text(fetch.get('what')) or version(fetch.get('version'))}: {told(in_words, fetch)}"),
         )
     versions = view.items("versions", "tree")
     for entry in versions[:most]:

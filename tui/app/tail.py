@@ -43,6 +43,7 @@ class Tail:
 
     Attributes:
         lines: the newest ``MOST_LINES``.
+        count: lines read in all.
         problem: why there is nothing to read, or ``""``.
     """
 
@@ -53,7 +54,7 @@ class Tail:
         self._inode = -1
         self._position = 0
         self._rest = b""
-        self._count = 0
+        self.count = 0
 
     def read(self) -> bool:
         """Take in what was added; whether anything was. Blocking, at most ``MOST_BYTES``."""
@@ -83,10 +84,10 @@ class Tail:
     def _add(self, raw: str) -> None:
         match = _LINE.fullmatch(raw)
         if match:
-            line = LogLine(self._count, match[1], match[2], match[3], match[4], clean_text(match[5]))
+            line = LogLine(self.count, match[1], match[2], match[3], match[4], clean_text(match[5]))
         else:
             last = self.lines[-1] if self.lines else None
             level = last.level if last else "INFO"
-            line = LogLine(self._count, "", "", level, "", clean_text(raw))
-        self._count += 1
+            line = LogLine(self.count, "", "", level, "", clean_text(raw))
+        self.count += 1
         self.lines.append(line)

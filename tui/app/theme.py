@@ -21,8 +21,6 @@ DARK = Theme(
     panel="#26292d",
     dark=True,
     variables={
-        "footer-key-foreground": "#e0a15f",
-        "footer-background": "#1d2023",
         "border": "#4a4e54",
         "scrollbar": "#3a3f45",
         "scrollbar-hover": "#555b63",
@@ -52,8 +50,6 @@ LIGHT = Theme(
     panel="#e6e2da",
     dark=False,
     variables={
-        "footer-key-foreground": "#9a5518",
-        "footer-background": "#f1eee8",
         "border": "#b9b3a8",
         "scrollbar": "#cfc9be",
         "scrollbar-hover": "#b4ada0",
@@ -73,11 +69,13 @@ LIGHT = Theme(
 TONES = {
     "": "",
     "dim": "$foreground 60%",
+    "note": "not bold $foreground 60%",
     "strong": "bold",
     "good": "$success",
     "warn": "$warning",
     "bad": "bold $error",
     "accent": "$accent",
+    "key": "bold $accent",
     "bar": "$primary",
     "track": "$border",
     "spark": "$secondary",

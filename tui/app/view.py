@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,3 +137,11 @@ def short(peer: Any) -> str:
 def clock(at_s: float, form: str = "%H:%M:%S") -> str:
     """A moment by the clock on the wall; ``?`` for what no clock shows."""
     return time.strftime(form, time.localtime(at_s)) if is_moment(at_s * 1000) else "?"
+
+
+def told(sentence: Callable[..., str], *arguments: Any) -> str:
+    """What ``sentence`` says of parts of the state; ``""`` of parts that it does not understand."""
+    try:
+        return sentence(*arguments)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
+        return ""

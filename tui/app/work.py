@@ -33,7 +33,7 @@ class Work(NodeScreen):
     def __init__(self) -> None:
         super().__init__()
         self._rejected = False
-        self._book = Book()
+        self._book: Book | None = None  # what is listed
 
     def body(self) -> ComposeResult:
         with Vertical(id="body"):
@@ -54,7 +54,8 @@ class Work(NodeScreen):
     def draw(self, view: View) -> None:
         self.query_one("#unit", Sheet).show(_unit_rows(view, max(10, self.size.width - 14)))
         self.query_one("#heading", Sheet).show(_flow_rows(view))
-        self._list(self.node.book)
+        if self.node.book is not self._book:
+            self._list(self.node.book)
 
     def _list(self, book: Book) -> None:
         self._book = book
@@ -71,7 +72,7 @@ class Work(NodeScreen):
 
     def _current(self) -> Verdict | None:
         key = self.query_one(Listing).current
-        return next((v for v in reversed(self._book.verdicts) if str(v.index) == key), None)
+        return next((v for v in reversed(self.node.book.verdicts) if str(v.index) == key), None)
 
     def _detail(self) -> None:
         verdict = self._current()
@@ -92,7 +93,7 @@ class Work(NodeScreen):
     def action_rejected(self) -> None:
         """List all verdicts, or only the bad ones."""
         self._rejected = not self._rejected
-        self._list(self._book)
+        self._list(self.node.book)
 
     def action_appeal(self) -> None:
         """Appeal against the verdict at the cursor."""
