@@ -30,7 +30,7 @@ def read_block(path: Path) -> Tensors:
     """
     try:
         weights = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that torch has not
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
     for name, value in weights.items():
         if not value.is_floating_point() or not bool(torch.isfinite(value).all()):

@@ -89,7 +89,7 @@ def read_state(data: bytes, like: Tensors, step: int) -> BlockState:
     """
     try:
         tensors = load_bytes(data)
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that torch has not
         raise ModelError(f"a block state of {len(data)} bytes is no safetensors file: {error}") from error
     parts: list[Tensors] = []
     for prefix in (_WEIGHT, _FIRST, _SECOND):

@@ -69,7 +69,7 @@ def decode_delta(data: bytes, kind: DeltaFormat, like: Mapping[str, Tensor]) -> 
     """
     try:
         tensors = load_bytes(data)
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that torch has not
         raise ModelError(f"a difference of {len(data)} bytes is no safetensors file: {error}") from error
     found: Tensors = {}
     for name, pattern in like.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from block_stage_support import LIES, Unit, lease_for, lie_unit, make_pretrain_run, setup_of, train_unit
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barnraise.coordinator.block_files import state_name, unit_files
@@ -21,6 +23,7 @@ from barnraise.coordinator.block_reading import BlockReader
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.coordinator.workshop import Workshop
+from barnraise.kernels.block_training import read_state, start_state, state_bytes
 from barnraise.kernels.deltas import decode_delta, encode_delta
 from barnraise.kernels.models import ModelError
 from barnraise.protocol.errors import BarnraiseError, RunFolderError
@@ -176,6 +179,55 @@ def test_files_cut_short_are_no_crash() -> None:
         with pytest.raises(RunFolderError):
             BlockJudge(setup).judge(job)
         shutil.rmtree(Path(setup.folder) / folder)
+
+
+def _retyped(data: bytes, dtype: str, bits: int) -> bytes:
+    """A safetensors file whose first tensor claims another dtype, of as many bytes."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(key for key in header if key != "__metadata__")
+    begin, end = header[name]["data_offsets"]
+    header[name] |= {"dtype": dtype, "shape": [(end - begin) * 8 // bits]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F8_E8M0", 8), ("F64", 64), ("BOOL", 8)]
+)
+@pytest.mark.parametrize("name", ["delta.safetensors", state_name(0), state_name(2)])
+def test_a_dtype_that_the_format_has_and_torch_has_not_is_the_nodes_fault(
+    name: str, dtype: str, bits: int
+) -> None:
+    """It took the verifier down, which is nobody's fault: a liar's way out whenever its lie was drawn."""
+    setup = setup_of(run_folder())
+    unit = train_unit(setup, lease_for(setup))
+    folder = Path("units") / "04"
+    job = job_for(setup, unit, folder, (0,))
+    path = Path(setup.folder) / folder / name
+    path.write_bytes(_retyped(path.read_bytes(), dtype, bits))
+    try:
+        assert BlockJudge(setup).judge(job).verdict.check == "block-format"
+    finally:
+        shutil.rmtree(Path(setup.folder) / folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_damage_to_a_state_or_difference_is_anything_but_a_refusal(data: st.DataObject) -> None:
+    like = {"0.a": torch.zeros(3, 4), "0.b": torch.zeros(4)}
+    kind = data.draw(st.sampled_from(["state", "float32", "int8"]))
+    whole = bytearray(
+        state_bytes(start_state(like)) if kind == "state" else encode_delta(like, kind)[0]  # type: ignore[arg-type]
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ModelError):
+        if kind == "state":
+            read_state(bytes(whole), like, 0)
+        else:
+            decode_delta(bytes(whole), kind, like)  # type: ignore[arg-type]
 
 
 def test_a_judge_that_nobody_waits_for_stops() -> None:
