@@ -28,7 +28,7 @@ from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.spec import RunSpec
 
-STOP_S = 1.4
+STOP_S = 1.2
 """A cancelled engine that is still busy after this long is killed."""
 BEAT_S = 1.0
 NICE = 5

@@ -194,12 +194,12 @@ def _causes(
         )
     elif in_use and rules.when == "idle":
         yield Suspension(
-            "idle", f"you use the machine ({presence.text})", _ANY_TIME, _until_idle(rules, presence, wall)
+            "idle", f"you use the machine ({presence.source})", _ANY_TIME, _until_idle(rules, presence, wall)
         )
     elif in_use and reading.uses_gpu and not rules.gpu_in_use:
         yield Suspension(
             "gpu",
-            f"you use the machine ({presence.text}) and the GPU is yours meanwhile",
+            f"you use the machine ({presence.source}), and the GPU is yours meanwhile",
             "barnraise limits set --gpu-in-use yes",
             _until_idle(rules, presence, wall),
             transfers=True,
