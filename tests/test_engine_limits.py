@@ -118,6 +118,27 @@ def test_threads_are_set_in_the_thread_that_computes(monkeypatch: pytest.MonkeyP
     assert len(told) == 1
 
 
+def test_r14_a_share_of_a_gpu_bounds_what_is_free_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No GPU here: torch's own figures are written down.
+    monkeypatch.setattr(memory, "_allowed", {"memory": 0.0, "gpu": 1.0})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 10**9, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
+    told: list[tuple[float, str]] = []
+
+    def fraction(share: float, device: torch.device) -> None:
+        told.append((share, str(device)))
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction)
+    device = torch.device("cuda")
+    assert memory.free_memory(device) == 12 * 10**9
+    limiter = Limiter("cuda")
+    for share, free in ((0.9, 12 * 10**9), (0.5, 8 * 10**9), (0.1, 0)):
+        limiter.want(EngineLimits(threads=torch.get_num_threads(), gpu_memory=share))
+        limiter.apply()
+        assert memory.free_memory(device) == free
+    assert told == [(0.9, "cuda"), (0.5, "cuda"), (0.1, "cuda")]
+
+
 def test_free_memory_is_what_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_allowed", {"memory": 0.0, "gpu": 1.0})
     device = torch.device("cpu")

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ from barnraise.protocol.errors import StorageError
 from barnraise.tui import main as command_line
 from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.console import size
+from barnraise.tui.limit_words import (
+    parse_degrees,
+    parse_hours,
+    parse_moment,
+    parse_share,
+    parse_threads,
+    parse_yes,
+    rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -216,3 +225,96 @@ def test_a_coordinator_has_no_caps_and_says_what_it_has(
     with daemon(tmp_path / "run", kind="coordinator") as folder:
         assert call("get", folder) == 1
         assert "--upload-copies" in capsys.readouterr().err
+
+
+def test_r14_rules_are_set_and_shown_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with daemon(tmp_path / "node") as folder:
+        options = (
+            *("--when", "idle", "--idle-after", "5m", "--hours", "22:00-7:00,12:00-13:00"),
+            *("--on-battery", "yes", "--gpu-in-use", "yes", "--not-while", "game", "--not-while", "editor"),
+            *("--threads", "8", "--threads-in-use", "3", "--memory", "80%", "--memory-in-use", "25%"),
+            *("--gpu-memory", "50 %", "--gpu-temperature", "80C", "--disk", "50GB"),
+        )
+        assert call("set", folder, *options, "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["when"], shown["idle_s"], shown["disk"]) == ("idle", 300.0, 50 * 10**9)
+        assert shown["hours"] == ["22:00-07:00", "12:00-13:00"]
+        assert (shown["on_battery"], shown["gpu_in_use"]) == (True, True)
+        assert (shown["threads_idle"], shown["threads_in_use"]) == (8, 3)
+        assert (shown["memory_idle"], shown["memory_in_use"], shown["gpu_memory"]) == (0.8, 0.25, 0.5)
+        assert (shown["gpu_temperature"], shown["programs"]) == (80.0, ["game", "editor"])
+        assert (
+            call("set", folder, "--allow-program", "GAME", "--gpu-temperature", "none", "--threads", "auto")
+            == 0
+        )
+        text = capsys.readouterr().out
+        assert "while nobody uses the machine (after 5m 00s without input)" in text
+        assert "editor" in text
+        assert "game" not in text
+        assert "at any temperature" in text
+        assert call("set", folder, "--allow-program", "all", "--hours", "any") == 0
+        assert "22:00" not in capsys.readouterr().out
+
+
+def test_r14_a_rule_set_for_a_while_says_when_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path / "node") as folder:
+        assert call("set", folder, "--when", "idle", "--for", "2h") == 0
+        assert "when: ends in 1h 59m" in capsys.readouterr().out
+        assert call("set", folder, "--until", "none") == 0
+        assert "ends in" not in capsys.readouterr().out
+        assert call("set", folder, "--until", "none") == 1
+        assert "nothing was set for a while" in capsys.readouterr().err
+        assert call("set", folder, "--memory", "50%", "--until", "2099-01-01 00:00") == 1
+        assert "a year away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--when", "sometimes"), "'always' or 'idle'"),
+        (("--hours", "22-7"), "22:00-07:00"),
+        (("--on-battery", "maybe"), "neither yes nor no"),
+        (("--threads", "0"), "1 to 1024"),
+        (("--memory", "150%"), "at most 100"),
+        (("--gpu-temperature", "9000"), "30 to 120"),
+        (("--for", "2h"), "nothing was set for a while"),
+        (("--for", "2h", "--until", "07:30"), "not both"),
+        (("--for", "soon"), "2h"),
+        (("--until", "2001-01-01 00:00"), "has passed"),
+        (("--until", "soon"), "07:30"),
+    ],
+)
+def test_r14_what_no_rule_can_be_is_refused_with_an_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    with daemon(tmp_path / "node") as folder:
+        assert call("set", folder, *arguments) in (1, 2)
+        assert said in capsys.readouterr().err
+
+
+def test_what_suspends_work_and_who_says_so_are_shown() -> None:
+    state: dict[str, Any] = {
+        "presence": {"source": "none", "in_use": False, "text": "asked in vain: desktop, terminals"},
+        "suspended": [{"reason": "game is running", "cure": "close it", "until_ms": 60_000}],
+    }
+    shown = dict(rows(Limits(config(Path("/nowhere"))).tree(0), 0.0, state))
+    assert shown["you"] == "not known; asked in vain: desktop, terminals"
+    assert shown["suspended"] == "game is running, 1m 00s more; close it"
+    assert dict(rows({"up": None, "down": None}, 0.0)).keys() == {"up", "down", "month"}
+
+
+@given(st.text(max_size=20))
+def test_no_text_breaks_the_readers_of_rules(text: str) -> None:
+    readers = (parse_hours, parse_share, parse_degrees, parse_threads, parse_yes)
+    for reader in (*readers, lambda text: parse_moment(text, 1e9)):
+        with suppress(ValueError):
+            reader(text)
+
+
+def test_a_moment_is_the_next_of_its_time_of_day() -> None:
+    now = time.mktime((2026, 6, 1, 22, 0, 0, 0, 0, -1))
+    assert parse_moment("23:30", now) - now == 5400
+    assert parse_moment("07:30", now) - now == 9.5 * 3600
+    assert parse_moment("22:00", now) - now == 24 * 3600

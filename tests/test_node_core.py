@@ -546,6 +546,21 @@ def test_blocks_need_no_loading_and_a_pause_keeps_the_unit() -> None:
     assert not any(isinstance(action, GiveBack) for action in world.started)
 
 
+def test_r14_a_suspension_keeps_a_block_unit_and_frees_its_memory_and_finish_still_finishes_it() -> None:
+    world = training()
+    assert last(world, Held("memory is short", stop=True, free=True)) == [
+        StopEngine("suspended by the machine's rules")
+    ]
+    assert last(world, EngineStopped(alive=True), Train) == [FreeEngine("memory is short")]
+    assert last(world, EngineStopped(alive=False), FreeEngine) == []
+    assert world.state.activity.reason == "memory is short; its unit is kept and goes on afterwards"
+    assert last(world, Command("finish")) == []
+    assert world.stop is None
+    assert last(world, Held("")) == [Train(block_unit(1))]
+    assert last(world, UnitDone(b"1"), Train) == [Upload(b"1")]
+    assert last(world, Uploaded(b"1", True), Upload) == [Stop(0, "finished the last unit")]
+
+
 def test_a_pause_beyond_the_lease_drops_the_unit() -> None:
     world = training()
     last(world, Command("pause"))

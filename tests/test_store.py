@@ -92,6 +92,21 @@ def test_over_the_quota_the_oldest_unpinned_goes(tmp_path: Path) -> None:
     assert store.used_bytes == 3000
 
 
+def test_r25_a_quota_that_is_lowered_holds_at_once_but_for_what_is_pinned(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, quota_bytes=4000)
+    shards = [shard(number) for number in range(4)]
+    for digest, data in shards:
+        store.put(digest, data)
+    store.pin("v1", [shards[0][0], shards[1][0]])
+    store.set_quota(3000)
+    assert [store.has(digest) for digest, _ in shards] == [True, True, False, True]
+    store.set_quota(1000)
+    assert [store.has(digest) for digest, _ in shards] == [True, True, False, False]
+    store.set_quota(None)
+    store.put(*shards[2])
+    assert store.used_bytes == 3000
+
+
 def test_a_quota_full_of_pinned_shards_refuses_with_the_numbers(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, quota_bytes=2000)
     first, second, third = shard(1), shard(2), shard(3)
