@@ -9,9 +9,11 @@ that fails is tried again, later and later; meanwhile everything else goes on.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -30,8 +32,9 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionTrained
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.workers import BatchPart, Learner, Trained, TrainJob
+from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, ChildError, RunFolderError
-from barnraise.protocol.pretrain import PretrainSpec, last_block_version, model_version
+from barnraise.protocol.pretrain import BlockSubmission, PretrainSpec, last_block_version, model_version
 
 log = logging.getLogger(__name__)
 
@@ -162,16 +165,19 @@ async def job_of(core: Core, batch: BatchFormed) -> TrainJob:
 async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJob | RecombineJob:
     """What the learner needs to make ``formed.version`` in the block stage.
 
+    A difference lies on our disk from its verdict to the end of its round: it is hashed again.
+
     Raises:
-        RunFolderError: the differences of a whole block are gone from the disk.
+        RunFolderError: the differences of a whole block are gone from the disk, or damaged.
     """
     if not formed.submissions:
         return RecombineJob(version=formed.version)
+    payloads = await core.offload(lambda: core.journal.payloads(formed.submissions))
     parts = []
     for submission_id in formed.submissions:
         place = unit_folder(run_folder, submission_id) / DELTA_FILE
-        if not await core.offload(place.is_file):
-            log.error("%s is gone: the round goes on without it", place)
+        if not await core.offload(partial(_is_sound, place, payloads.get(submission_id))):
+            log.error("%s is gone or damaged: the round goes on without it", place)
             continue
         lease = core.state.blocks.work[submission_id].lease
         delta = str(place.relative_to(run_folder))
@@ -179,10 +185,22 @@ async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJ
     wanted = {core.state.blocks.work[key].lease.block for key in formed.submissions}
     if lost := wanted - {part.block for part in parts}:
         raise RunFolderError(
-            f"every accepted difference of block {min(lost)} is gone from {run_folder / 'units'}: "
-            "restore that folder from a backup"
+            f"every accepted difference of block {min(lost)} is gone from {run_folder / 'units'}, or "
+            "damaged: restore that folder from a backup"
         )
     return RoundJob(version=formed.version, contributions=tuple(parts))
+
+
+def _is_sound(difference: Path, payload: bytes | None) -> bool:
+    """Whether a difference is on the disk as its submission names it."""
+    if payload is None:
+        return False
+    try:
+        with difference.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+    except OSError:
+        return False
+    return found == wire.decode(payload, BlockSubmission).delta.sha256
 
 
 def _relative(path: Path, folder: Path) -> str:

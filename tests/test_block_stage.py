@@ -27,7 +27,10 @@ from barnraise.coordinator.workers import WorkerSetup, checkpoint_folder
 from barnraise.coordinator.workshop import Workshop
 from barnraise.kernels.deltas import decode_delta
 from barnraise.kernels.outer import outer_step, trimmed_mean
+from barnraise.protocol import wire
 from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.messages import FileEntry
+from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.store import DiskStore
 
 
@@ -247,7 +250,7 @@ def test_a_corpus_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
         BlockStages(msgspec.structs.replace(setup, spec=msgspec.structs.replace(setup.spec, pretrain=None)))
 
 
-async def test_a_difference_that_is_gone_is_left_out_and_a_block_without_any_stops_the_round(
+async def test_a_difference_that_is_gone_or_damaged_is_left_out_and_a_block_without_any_stops_the_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lease(block: int, slot: int) -> Any:
@@ -256,7 +259,24 @@ async def test_a_difference_that_is_gone_is_left_out_and_a_block_without_any_sto
     places = [(0, 0), (0, 1), (1, 0)]
     keys = [bytes([block, slot]) * 16 for block, slot in places]
     work = {key: lease(*place) for key, place in zip(keys, places, strict=True)}
-    core: Any = SimpleNamespace(offload=in_place, state=SimpleNamespace(blocks=SimpleNamespace(work=work)))
+    entry = FileEntry(path="delta", size=1, sha256=sha256(b"x").digest(), shards=(bytes(32),))
+    payload = wire.encode(
+        BlockSubmission(
+            run_id=bytes(32),
+            lease_id=bytes(16),
+            policy_version=0,
+            engine="test",
+            train_ms=0,
+            losses=(1.0,),
+            states=(entry,),
+            delta=entry,
+        )
+    )
+    core: Any = SimpleNamespace(
+        offload=in_place,
+        state=SimpleNamespace(blocks=SimpleNamespace(work=work)),
+        journal=SimpleNamespace(payloads=lambda wanted: dict.fromkeys(wanted, payload)),
+    )
     for key in keys:
         (tmp_path / "units" / key.hex()).mkdir(parents=True)
         (tmp_path / "units" / key.hex() / "delta.safetensors").write_bytes(b"x")
@@ -269,7 +289,7 @@ async def test_a_difference_that_is_gone_is_left_out_and_a_block_without_any_sto
     assert isinstance(job, RoundJob)
     assert [(part.block, part.slot) for part in job.contributions] == places[1:]
     assert "goes on without it" in caplog.text
-    shutil.rmtree(tmp_path / "units" / keys[2].hex())
+    (tmp_path / "units" / keys[2].hex() / "delta.safetensors").write_bytes(b"y")  # as a failing disk does
     with pytest.raises(RunFolderError, match="block 1 is gone"):
         await block_job(core, formed, tmp_path)
     last = RoundFormed(version=3, submissions=(), at_ms=0)
