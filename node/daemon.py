@@ -111,7 +111,10 @@ class NodeHandle:
         return self._command("pause", f"paused for {seconds:g} s", trio.current_time() + seconds)
 
     async def _resume(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return self._command("run", "resumed")
+        reply, held = self._command("run", "resumed"), self._ctx.facts.suspended
+        if reply["ok"] and held:
+            reply["text"] += f", but work stays suspended: {held[0]['reason']}; {held[0]['cure']}"
+        return reply
 
     async def _finish(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return self._command("finish", "finishing the unit at work, then stopping")

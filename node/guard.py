@@ -7,15 +7,19 @@ second until it is noticed, and what the engine takes to stop.
 
 from __future__ import annotations
 
+import logging
+
 import trio
 
 from barnraise.node.context import Context
 from barnraise.node.engine import EngineLimits, LimitedEngine
-from barnraise.node.machine import Wanted
+from barnraise.node.machine import Seen, Sensors, Wanted
 from barnraise.node.model import Held
 from barnraise.node.needs import needs
+from barnraise.node.presence import Presence
 from barnraise.node.rules import Reading, Suspension, Verdict, judge, quota_suspension, words
 from barnraise.protocol.shards import off_loop
+from barnraise.protocol.wire import printable
 
 POLL_S = 0.5
 BLIND_POLL_S = 5.0  # where there is nothing to read but the clock
@@ -27,12 +31,22 @@ async def watch(ctx: Context) -> None:
     """Read, judge and apply until cancelled."""
     while True:
         if ctx.sensors is not None:
-            ctx.seen = await ctx.sensors.read(_wanted(ctx))
+            ctx.seen = await _read(ctx, ctx.sensors)
         ended = ctx.limits.expire(ctx.clock.wall_ms())
         if ended:
             ctx.say(ended)
         await look(ctx)
         await trio.sleep(BLIND_POLL_S if ctx.sensors is None else POLL_S)
+
+
+async def _read(ctx: Context, sensors: Sensors) -> Seen:
+    try:
+        return await sensors.read(_wanted(ctx))
+    except Exception as error:  # a driver's or a system's; a node that cannot look still works
+        text = f"this machine cannot be looked at: {printable(str(error) or type(error).__name__, 200)}"
+        if ctx.seen.presence.text != text:
+            ctx.say(f"{text}; rules that need it do not hold", logging.WARNING)
+        return Seen(Presence(text=text))
 
 
 async def look(ctx: Context) -> None:

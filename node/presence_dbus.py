@@ -95,7 +95,7 @@ class Logind:
         if reply is None:
             return None
         found: list[Session] = []
-        with suppress(TypeError, ValueError, IndexError):
+        with suppress(TypeError, ValueError, IndexError, AttributeError, KeyError):
             for entry in reply[0]:
                 session = self._session(str(entry[4]), int(entry[1]))
                 if session is not None:

@@ -18,6 +18,7 @@ from barnraise.node.presence import Answer
 
 AFTER_MS = 1000
 _TIMEOUT_S = 1.0
+_AGAIN_S = 30.0  # after it could not say
 _MOST_UNREAD = 256 * 1024
 _NOTIFIER, _SEAT = "ext_idle_notifier_v1", "wl_seat"
 _DISPLAY_ID, _REGISTRY_ID, _SYNC_ID, _SEAT_ID, _NOTIFIER_ID, _NOTIFICATION_ID = range(1, 7)
@@ -37,12 +38,17 @@ class Wayland:
         self._idle_since: float | None = None
         self._synced = False
         self._globals: dict[str, int] = {}
+        self._again_at = -float("inf")
 
     def ask(self) -> Answer | None:
         """See ``Source.ask``."""
+        if self._socket is None and time.monotonic() < self._again_at:
+            return None
         try:
             if self._socket is None:
+                self._again_at = time.monotonic() + _AGAIN_S
                 self._open()
+                self._again_at = -float("inf")
             self._read_events()
         except (OSError, ValueError, struct.error):
             self.close()

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ _COOKIE = b"MIT-MAGIC-COOKIE-1"
 _LOCAL, _WILD = 256, 65535
 _DISPLAY = re.compile(r"(?:unix)?:(\d{1,5})(?:\.\d+)?")
 _TIMEOUT_S = 1.0
+_AGAIN_S = 5.0  # after it let us not in
 _MOST_AUTHORITY = 64 * 1024
 _MOST_SETUP = 1024 * 1024
 _QUERY_EXTENSION, _QUERY_INFO = 98, 1
@@ -39,12 +41,17 @@ class XDisplay:
         self._sockets = sockets
         self._socket: socket.socket | None = None
         self._opcode = self._root = self._sequence = 0
+        self._again_at = -float("inf")
 
     def ask(self) -> Answer | None:
         """See ``Source.ask``."""
+        if self._socket is None and time.monotonic() < self._again_at:
+            return None
         try:
             if self._socket is None:
+                self._again_at = time.monotonic() + _AGAIN_S
                 self._open()
+                self._again_at = -float("inf")
             idle_ms = self._idle_ms()
         except (OSError, ValueError, struct.error):
             self.close()

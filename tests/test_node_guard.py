@@ -120,6 +120,8 @@ async def test_r14_a_rule_is_changed_while_it_holds_and_lets_go_at_once(
         scene.shows(on_battery=True)
         tree = await it.until(lambda tree: tree["state"] == "paused")
         assert tree["reason"] == "the machine runs on battery"
+        resumed = await it.handle.commands["resume"]({})
+        assert "stays suspended: the machine runs on battery; plug it in" in resumed["text"]
         now = trio.current_time()
         reply = await it.handle.commands["limits"]({"on_battery": True})
         assert reply["limits"]["on_battery"] is True
@@ -249,6 +251,25 @@ async def test_every_rule_survives_a_restart(tmp_path: Path, autojump_clock: tri
         async with node(swarm, tmp_path, address, sensors=scene) as it:
             assert {name: it.tree["limits"][name] for name in wished} == wished
             assert it.tree["limits"]["until_ms"] is None
+
+
+async def test_a_machine_that_cannot_be_looked_at_is_said_once_and_lends_itself_all_the_same(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Broken:
+        async def read(self, wanted: Wanted) -> Seen:
+            await trio.lowlevel.checkpoint()
+            raise RuntimeError("the driver went away")
+
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address, sensors=Broken()) as it:
+        tree = await it.until(lambda tree: tree["accepted"] == 2)
+        said = [notice["text"] for notice in tree["notices"]]
+        assert [text for text in said if "driver" in text] == [
+            "this machine cannot be looked at: the driver went away; rules that need it do not hold"
+        ]
+        assert tree["presence"]["source"] == "none"
 
 
 async def test_without_sensors_the_tree_says_that_nothing_is_known(
