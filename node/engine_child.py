@@ -240,6 +240,8 @@ def main() -> NoReturn:
     parser.add_argument("--beat", type=float, default=0.0)
     parser.add_argument("--nice", type=int, default=0)
     options = parser.parse_args()
+    if options.nice > 0:
+        _stand_back(options.nice)
 
     import psutil
     import torch
@@ -247,8 +249,6 @@ def main() -> NoReturn:
     from barnraise.node.engine_limits import Limiter
     from barnraise.node.torch_engine import BlockUnits, Generator
 
-    if options.nice > 0:
-        _stand_back(options.nice)
     torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
     generator = Generator(options.device or None)
     units = BlockUnits(options.device or None)
