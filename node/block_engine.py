@@ -40,9 +40,7 @@ class BlockWork(Struct, frozen=True, kw_only=True, tag=True):
     shards: str
     folder: str
     residual: str
-    shrink: Annotated[int, Meta(ge=0, le=16)] = (
-        0  # how often to halve what is held at once (R5)
-    )
+    shrink: Annotated[int, Meta(ge=0, le=16)] = 0  # how often to halve what is held at once (R5)
 
 
 class BlockProgress(Struct, frozen=True, kw_only=True, tag=True):
