@@ -1,6 +1,6 @@
 """What one liar's block unit can do to a round while its drawn segment is honest.
 
-    python -m benchmarks.block_poison [--text FOLDER] [--attack-steps 150] [--json]
+    python -m benchmarks.block_poison [--text FOLDER] [--attack-steps 150] [--case N] [--json]
 
 A small byte model (width 64, 4 layers, 2 blocks) is taken from its scaffold through one round. In the next
 the liar trains a unit of 64 steps honestly but for its last segment, which ends wherever gradient ascent
@@ -9,7 +9,7 @@ difference) while the loss that is checked stays 0.1 below its limit or less. ``
 held-out text, which is public; else it is any text, as where text is drawn for each unit. ``goal``: the
 block's loss in its scaffold, or the recombined model's. Each row gives that loss (nats a byte, text that
 nobody trained on) after the outer step over 1 to 8 contributors, honest and with the liar among them.
-It takes six minutes on one core.
+Eight minutes on one of two busy cores.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of .py")
     parser.add_argument("--attack-steps", type=int, default=150)
+    parser.add_argument("--case", type=int, choices=range(len(CASES)), help="only this row")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -203,7 +204,7 @@ def main() -> int:
     files = sorted(options.text.glob("*.py"))[:120]
     bench = Bench(b"".join(path.read_bytes() for path in files))
     rows: list[dict[str, Any]] = []
-    for goal, known, ball in CASES:
+    for goal, known, ball in CASES if options.case is None else CASES[options.case :][:1]:
         found = bench.attack(goal, known, ball, options.attack_steps)
         row: dict[str, Any] = {"goal": goal, "known": known, "ball": ball}
         if found is not None:
