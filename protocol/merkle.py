@@ -2,16 +2,20 @@
 
 ``MerkleLog`` keeps the hash of every complete subtree, one flat array per level: 64
 bytes a leaf in all, an append touches O(log n) of them, and root and proofs of *any*
-earlier size come out in O(log^2 n). The ``verify_*`` functions need no log.
+earlier size come out in O(log^2 n). ``tree_root`` and the ``*_path`` functions make
+them from wherever such hashes come; the ``verify_*`` functions need no log.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 HASH_BYTES = 32
 EMPTY_ROOT = hashlib.sha256(b"").digest()
+
+Nodes = Callable[[int, int], bytes]
+"""Gives, for level k and index i, the hash of the complete subtree over leaves [i * 2^k, (i + 1) * 2^k)."""
 
 
 def leaf_hash(leaf: bytes) -> bytes:
@@ -56,7 +60,7 @@ class MerkleLog:
         """
         size = len(self) if size is None else size
         self._check(size)
-        return self._range(0, size) if size else EMPTY_ROOT
+        return tree_root(self._node, size)
 
     def inclusion_proof(self, index: int, size: int | None = None) -> tuple[bytes, ...]:
         """Proof that entry ``index`` is in the log of ``size`` entries: sibling hashes, leaf to root.
@@ -66,19 +70,7 @@ class MerkleLog:
         """
         size = len(self) if size is None else size
         self._check(size)
-        if not 0 <= index < size:
-            raise IndexError(f"entry {index} is not in a log of {size} entries")
-        path = []
-        start, end = 0, size
-        while end - start > 1:
-            middle = start + _split(end - start)
-            if index < middle:
-                path.append(self._range(middle, end))
-                end = middle
-            else:
-                path.append(self._range(start, middle))
-                start = middle
-        return tuple(reversed(path))
+        return inclusion_path(self._node, index, size)
 
     def consistency_proof(self, first: int, second: int | None = None) -> tuple[bytes, ...]:
         """Proof that the log of ``second`` entries extends that of ``first``; empty if either is trivial.
@@ -88,23 +80,19 @@ class MerkleLog:
         """
         second = len(self) if second is None else second
         self._check(second)
-        if not 0 <= first <= second:
-            raise IndexError(f"no consistency proof from {first} to {second} entries")
-        if first in (0, second):
-            return ()
-        path = []
-        start, end = 0, second
-        while end != first:
-            middle = start + _split(end - start)
-            if first <= middle:
-                path.append(self._range(middle, end))
-                end = middle
-            else:
-                path.append(self._range(start, middle))
-                start = middle
-        if start:  # otherwise the subtree is the old log itself, whose root the verifier has
-            path.append(self._range(start, end))
-        return tuple(reversed(path))
+        return consistency_path(self._node, first, second)
+
+    def hashes(self, level: int, start: int, count: int) -> bytes:
+        """The hashes of ``count`` neighbouring complete subtrees of 2^level leaves, from number ``start`` on.
+
+        Raises:
+            IndexError: the log has no such subtrees.
+        """
+        row = self._levels[level] if 0 <= level < len(self._levels) else b""
+        found = bytes(row[start * HASH_BYTES : (start + count) * HASH_BYTES]) if start >= 0 <= count else b""
+        if len(found) != count * HASH_BYTES:
+            raise IndexError(f"the log has no {count} subtrees from number {start} on at level {level}")
+        return found
 
     def _check(self, size: int) -> None:
         if not 0 <= size <= len(self):
@@ -113,14 +101,56 @@ class MerkleLog:
     def _node(self, level: int, index: int) -> bytes:
         return bytes(self._levels[level][index * HASH_BYTES : (index + 1) * HASH_BYTES])
 
-    def _range(self, start: int, end: int) -> bytes:
-        """Hash of leaves [start, end); start is a multiple of the power of two at or above the width."""
-        width = end - start
-        if width & (width - 1) == 0:
-            level = width.bit_length() - 1
-            return self._node(level, start >> level)
-        middle = start + _split(width)
-        return node_hash(self._range(start, middle), self._range(middle, end))
+
+def tree_root(nodes: Nodes, size: int) -> bytes:
+    """Root of the first ``size`` entries, from the hashes of complete subtrees."""
+    return _range(nodes, 0, size) if size else EMPTY_ROOT
+
+
+def inclusion_path(nodes: Nodes, index: int, size: int) -> tuple[bytes, ...]:
+    """Proof that entry ``index`` is in the log of ``size`` entries: sibling hashes, leaf to root.
+
+    Raises:
+        IndexError: not 0 <= index < size.
+    """
+    if not 0 <= index < size:
+        raise IndexError(f"entry {index} is not in a log of {size} entries")
+    path = []
+    start, end = 0, size
+    while end - start > 1:
+        middle = start + _split(end - start)
+        if index < middle:
+            path.append(_range(nodes, middle, end))
+            end = middle
+        else:
+            path.append(_range(nodes, start, middle))
+            start = middle
+    return tuple(reversed(path))
+
+
+def consistency_path(nodes: Nodes, first: int, second: int) -> tuple[bytes, ...]:
+    """Proof that the log of ``second`` entries extends that of ``first``; empty if either is trivial.
+
+    Raises:
+        IndexError: not 0 <= first <= second.
+    """
+    if not 0 <= first <= second:
+        raise IndexError(f"no consistency proof from {first} to {second} entries")
+    if first in (0, second):
+        return ()
+    path = []
+    start, end = 0, second
+    while end != first:
+        middle = start + _split(end - start)
+        if first <= middle:
+            path.append(_range(nodes, middle, end))
+            end = middle
+        else:
+            path.append(_range(nodes, start, middle))
+            start = middle
+    if start:  # otherwise the subtree is the old log itself, whose root the verifier has
+        path.append(_range(nodes, start, end))
+    return tuple(reversed(path))
 
 
 def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
@@ -160,11 +190,29 @@ def verify_consistency(
         return not proof and first_root == second_root
     if first == 0:
         return not proof and first_root == EMPTY_ROOT
+    return proven_roots(first, second, first_root, proof) == (first_root, second_root)
+
+
+def proven_roots(
+    first: int, second: int, first_root: bytes, proof: Sequence[bytes]
+) -> tuple[bytes, bytes] | None:
+    """The roots of the ``first`` and the ``second`` entries of the one log that a consistency proof is from.
+
+    Whoever believes one of the two must believe the other. ``first_root`` is used where
+    the proof leaves it out (a power of two). None: the proof has not the form of one.
+
+    Raises:
+        ValueError: not 0 < first < second.
+    """
+    if not 0 < first < second:
+        raise ValueError("a consistency proof is from a smaller log to a larger one")
+    if not _well_formed(proof):
+        return None
     path = list(proof)
     if first & (first - 1) == 0:
         path.insert(0, first_root)
     if not path:
-        return False
+        return None
     node, last = first - 1, second - 1
     while node & 1:
         node >>= 1
@@ -172,7 +220,7 @@ def verify_consistency(
     old = new = path[0]
     for sibling in path[1:]:
         if last == 0:
-            return False
+            return None
         if node & 1 or node == last:
             old = node_hash(sibling, old)
             new = node_hash(sibling, new)
@@ -183,7 +231,17 @@ def verify_consistency(
             new = node_hash(new, sibling)
         node >>= 1
         last >>= 1
-    return last == 0 and old == first_root and new == second_root
+    return (old, new) if last == 0 else None
+
+
+def _range(nodes: Nodes, start: int, end: int) -> bytes:
+    """Hash of leaves [start, end); start is a multiple of the power of two at or above the width."""
+    width = end - start
+    if width & (width - 1) == 0:
+        level = width.bit_length() - 1
+        return nodes(level, start >> level)
+    middle = start + _split(width)
+    return node_hash(_range(nodes, start, middle), _range(nodes, middle, end))
 
 
 def _split(width: int) -> int:

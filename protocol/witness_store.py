@@ -1,0 +1,86 @@
+"""A witness's memory on the disk: the last head of each log, and evidence against logs that lied."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
+from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
+from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
+from barnraise.protocol.witness import Conflict, Unproven, encode_evidence
+
+
+class WitnessStore:
+    """``FOLDER/<16 hex digits>.checkpoint`` for each log, and ``FOLDER/evidence-*.json``. Blocking.
+
+    The folder is the witness: whoever deletes it while keeping the key makes a witness that
+    may contradict itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def last(self, key: Ed25519Key) -> Head | None:
+        """The head that was kept last for this log, its signature checked again; None: none ever was.
+
+        Raises:
+            StorageError: it cannot be read, or is damaged: this witness must not go on as if new.
+        """
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_NOTE + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {path} ({error.strerror})") from None
+        try:
+            return open_checkpoint(data, key)
+        except (MalformedError, SignatureError) as error:
+            raise StorageError(
+                f"{path} is damaged ({error}): restore it from a backup; until then this witness says nothing"
+            ) from None
+
+    def keep(self, key: Ed25519Key, head: Head) -> None:
+        """Make a head the last of its log, durably: afterwards it may be cosigned.
+
+        Raises:
+            StorageError: the disk refused; the one before is still the last.
+        """
+        self._write(self._path(key), head.note)
+
+    def keep_evidence(self, key: Ed25519Key, trouble: Conflict | Unproven) -> Path:
+        """Write what convicts a log, and return where. The same trouble is written to the same file.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        data = encode_evidence(key, trouble)
+        kind = "split-view" if isinstance(trouble, Conflict) else "unproven"
+        path = self.folder / f"evidence-{kind}-{hashlib.sha256(data).hexdigest()[:16]}.json"
+        if not path.exists():
+            self._write(path, data)
+        return path
+
+    def _path(self, key: Ed25519Key) -> Path:
+        return self.folder / f"{hashlib.sha256(key.name.encode()).hexdigest()[:16]}.checkpoint"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with partial.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+                sync_folder(self.folder)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {path} ({error.strerror})") from None
