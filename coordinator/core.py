@@ -23,11 +23,11 @@ from barnraise.coordinator import ledger_log
 from barnraise.coordinator.events import Event, RunOpened
 from barnraise.coordinator.journal import Journal, Payload, StoredReceipt, Write
 from barnraise.coordinator.state import EventError, State, apply
-from barnraise.protocol.envelope import sign
-from barnraise.protocol.errors import StorageError
+from barnraise.protocol.envelope import open_signed, sign
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger import LedgerEntry, encode_entry
-from barnraise.protocol.merkle import MerkleLog
+from barnraise.protocol.merkle import EMPTY_ROOT, MerkleLog
 from barnraise.protocol.messages import Message, Signed, TreeHead
 from barnraise.protocol.spec import RunSpec
 
@@ -74,6 +74,7 @@ class Core:
     Attributes:
         state: folded from everything recorded; replaced, not mended, after a disk failure.
         ledger: the Merkle log over the entries derived from the same events.
+        head: size and root of the newest tree head that is signed and durable.
         listeners: called in order with each write once it is durable; must not raise.
     """
 
@@ -100,6 +101,19 @@ class Core:
         self._defect: EventError | None = None
         self._head_due = False
         self.state, self.ledger = self._replay()
+        self.head = self._last_head()
+
+    def _last_head(self) -> tuple[int, bytes]:
+        signed = self.journal.last_tree_head()
+        if signed is None:
+            return 0, EMPTY_ROOT
+        head = open_signed(signed, TreeHead, self.spec.operator)
+        if head.size > len(self.ledger) or self.ledger.root(head.size) != head.root:
+            raise RunFolderError(
+                f"{self.journal.path}: its events are not those that the tree head of {head.size} entries "
+                "was signed for: the file is damaged or cut short, restore it from a backup"
+            )
+        return head.size, head.root
 
     def _replay(self) -> tuple[State, MerkleLog]:
         state = State(max_lag=self.spec.rollout.max_lag)
@@ -108,10 +122,15 @@ class Core:
             self._advance(state, ledger, event)
         return state, ledger
 
-    def _advance(self, state: State, ledger: MerkleLog, event: Event) -> tuple[int, LedgerEntry] | None:
+    def _advance(
+        self, state: State, ledger: MerkleLog, event: Event
+    ) -> tuple[int, LedgerEntry, bytes] | None:
         entry = ledger_log.entry_of(state, event)
         apply(state, event)
-        return None if entry is None else (ledger.append(encode_entry(entry)), entry)
+        if entry is None:
+            return None
+        data = encode_entry(entry)
+        return ledger.append(data), entry, data
 
     def sign(self, payload: Message) -> Signed:
         """Sign with the run's key."""
@@ -150,7 +169,7 @@ class Core:
         if self._defect is not None:
             raise self._defect
         write = Write(events=events, payloads=payloads, manifest=manifest, drop_payloads=drop_payloads)
-        write.receipts = self._apply(events)
+        write.receipts, write.entries = self._apply(events)
         queued = _Queued(write)
         self._queue.append(queued)
         self._work.set()
@@ -158,8 +177,9 @@ class Core:
         if queued.error is not None:
             raise queued.error
 
-    def _apply(self, events: Iterable[Event]) -> list[StoredReceipt]:
-        receipts = []
+    def _apply(self, events: Iterable[Event]) -> tuple[list[StoredReceipt], list[bytes]]:
+        receipts: list[StoredReceipt] = []
+        entries: list[bytes] = []
         for position, event in enumerate(events):
             try:
                 logged = self._advance(self.state, self.ledger, event)
@@ -169,11 +189,12 @@ class Core:
                     self._work.set()
                 raise
             if logged is not None:
-                index, entry = logged
+                index, entry, data = logged
+                entries.append(data)
                 receipt = ledger_log.receipt_of(self.run_id, event, entry, index)
                 if receipt is not None:
                     receipts.append(StoredReceipt(index, receipt.node, self.sign(receipt)))
-        return receipts
+        return receipts, entries
 
     async def open(self) -> None:
         """Record the run's first event if the journal is empty. ``run`` must be running."""
@@ -204,8 +225,10 @@ class Core:
             size += queued.size
         writes = [queued.write for queued in group]
         self._head_due = self._head_due or any(write.manifest is not None for write in writes)
+        head: tuple[int, bytes] | None = None
         if self._head_due and not self._queue:  # else the log is ahead of what this transaction holds
-            writes.append(Write(tree_head=self._tree_head()))
+            head = len(self.ledger), self.ledger.root()
+            writes.append(Write(tree_head=self._tree_head(*head)))
             self._head_due = False
         with trio.CancelScope(shield=True):  # a reply may depend on it: never abandon it half way
             try:
@@ -214,6 +237,7 @@ class Core:
                 self._fail(group, error)
                 return
         self.trouble = ""
+        self.head = self.head if head is None else head
         for queued in group:
             for listener in self.listeners:
                 listener(queued.write)
@@ -232,9 +256,8 @@ class Core:
             queued.done.set()
         self._wake()
 
-    def _tree_head(self) -> tuple[int, Signed]:
-        size = len(self.ledger)
-        head = TreeHead(run_id=self.run_id, size=size, root=self.ledger.root(size), issued_at=self.now_ms())
+    def _tree_head(self, size: int, root: bytes) -> tuple[int, Signed]:
+        head = TreeHead(run_id=self.run_id, size=size, root=root, issued_at=self.now_ms())
         return size, self.sign(head)
 
     async def sign_tree_head(self) -> None:

@@ -6,6 +6,7 @@
     RUN/spec.bin         the signed run spec
     RUN/format           the layout's version, "1"
     RUN/state.sqlite     the journal
+    RUN/log/             the ledger as static files (``barnraise.coordinator.log_folder``)
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
     RUN/store/           shards that lie in no checkpoint
     RUN/corpus/          with phase "pretrain": the text, in token shards
@@ -88,6 +89,10 @@ class Run:
     @property
     def store_path(self) -> Path:
         return self.path / "store"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.path / "log"
 
     @property
     def control_path(self) -> Path:

@@ -66,6 +66,7 @@ class Write:
     manifest: tuple[int, Signed] | None = None
     tree_head: tuple[int, Signed] | None = None
     drop_payloads: Sequence[bytes] = field(default_factory=tuple)
+    entries: Sequence[bytes] = ()  # of the ledger, as the events give them; not stored
 
 
 class Journal:

@@ -30,6 +30,7 @@ from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
@@ -42,6 +43,7 @@ from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
 from barnraise.protocol.hello import answer_hello
+from barnraise.protocol.log_messages import LOG_PROTOCOL
 from barnraise.protocol.messages import (
     HELLO_PROTOCOL,
     MAX_SHARD,
@@ -113,6 +115,7 @@ async def run_coordinator(
     journal = Journal(run.journal_path)
     try:
         core = Core(journal, run.spec, run.run_id, run.identity, now_ms, offload)
+        public_log = LogBelt(core, run.identity, run.log_folder)
         hub, progress = Hub(), Progress()
         store = DiskStore(run.store_path)
         sessions = Sessions(
@@ -157,6 +160,8 @@ async def run_coordinator(
                 relay = Relay(network, None if relay_bytes_s <= 0 else bulk(relay_bytes_s))
                 network.set_handler(HOP_PROTOCOL, relay.serve)
                 network.set_handler(REACH_PROTOCOL, serve_reach(network, relays=True, on_reach=hub.reached))
+                network.set_handler(LOG_PROTOCOL, public_log.handler())
+                nursery.start_soon(public_log.run)
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core, guard, hardware, overlay, reach
+from barnraise.node import actions, core, guard, hardware, overlay, reach, witness
 from barnraise.node.appeal import appeal
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
@@ -246,6 +246,7 @@ async def run_node(
                 nursery.start_soon(overlay.take_part, ctx)
             nursery.start_soon(reach.watch, ctx)
             nursery.start_soon(hardware.watch, ctx)
+            nursery.start_soon(witness.watch, ctx)
             nursery.start_soon(_count_traffic, ctx)
             nursery.start_soon(guard.watch, ctx)
             nursery.start_soon(_tidy_units, ctx)

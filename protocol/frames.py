@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from barnraise.protocol.log_messages import LOG_FRAMES
 from barnraise.protocol.messages import (
     MAX_SUBMISSION,
     Acknowledged,
@@ -64,6 +65,7 @@ FRAMES: tuple[Frame, ...] = (
     Frame(41, ShardReply, 64, "plain"),
     *TREE_FRAMES,
     *REACH_FRAMES,
+    *LOG_FRAMES,
 )
 
 FRAME_BY_CODE: dict[int, Frame] = {frame.code: frame for frame in FRAMES}

@@ -15,16 +15,21 @@ from msgspec import inspect
 
 from barnraise.protocol import (
     corpus,
+    cosignature,
     frames,
     ledger,
     ledger_fold,
+    log_messages,
     messages,
+    notes,
     opening,
     pretrain,
     reach_messages,
     seeds,
     spec,
     standing,
+    tlog_checkpoint,
+    tlog_tiles,
     tree_messages,
     wire,
 )
@@ -168,6 +173,7 @@ def test_the_document_names_every_ledger_rule_and_protocol_id() -> None:
         tree_messages.TREE_PROTOCOL,
         tree_messages.BULK_PROTOCOL,
         reach_messages.REACH_PROTOCOL,
+        log_messages.LOG_PROTOCOL,
     ):
         assert f"`{name}`" in text, name
 
@@ -284,6 +290,11 @@ def derive() -> dict[str, Any]:
         log.append(ledger.encode_entry(entry))
     head = messages.TreeHead(run_id=run, size=len(log), root=log.root(), issued_at=7)
     signed_head = sign(head, operator)
+    checkpoint = tlog_checkpoint.Checkpoint(tlog_checkpoint.origin_of(run), len(log), log.root())
+    cosigned = cosignature.cosign(
+        checkpoint.text, cosignature.witness_name(node.peer_id), node, 1_700_000_000
+    )
+    log_note = tlog_checkpoint.sign_checkpoint(checkpoint, operator)
     opened_first = opening.Opening(
         run_id=sha256(b"run").digest(),
         version=12,
@@ -361,6 +372,15 @@ def derive() -> dict[str, Any]:
             "signed_bytes": (domain(messages.TreeHead) + signed_head.payload).hex(),
             "signature": signed_head.signature.hex(),
             "content_id": content_id(signed_head).hex(),
+        },
+        "checkpoint": {
+            "log": notes.format_vkey(checkpoint.origin, notes.ED25519, operator.public_key),
+            "witness": notes.format_vkey(cosigned.name, cosignature.COSIGNATURE, node.public_key),
+            "note": notes.Note(checkpoint.text, (*log_note.signatures, cosigned)).encode().decode(),
+            "tile/0/000.p/6": tlog_tiles.hash_tile(log, tlog_tiles.Tile(0, 0, 6)).hex(),
+            "tile/entries/000.p/6": tlog_tiles.bundle(
+                [ledger.encode_entry(entry) for entry in entries]
+            ).hex(),
         },
     }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of, write_static
 
 from barnraise.protocol.cosignature import COSIGNATURE, WitnessKey, cosign, cosigned_at, witness_name
 from barnraise.protocol.identity import Identity
@@ -26,6 +25,7 @@ from barnraise.protocol.notes import (
 )
 from barnraise.protocol.tlog_checkpoint import open_checkpoint
 from barnraise.protocol.tlog_tiles import TileTree, tiles_for
+from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of, write_static
 
 GOCODE = Path("/usr/share/gocode")
 SIZES = (0, 1, 2, 3, 255, 256, 257, 511, 513, 700)

@@ -1,0 +1,146 @@
+"""Keeps ``RUN/log`` up with the ledger, hands its files to peers, and collects the nodes' cosignatures.
+
+A checkpoint is signed for a size and a root that a durable tree head was signed for
+before, so a crash can never make the run's key sign two histories. Cosignatures are
+taken from nodes of the run only, and stand in the checkpoint's file until the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from barnraise.coordinator import ledger_log
+from barnraise.coordinator.core import Core
+from barnraise.coordinator.journal import Write
+from barnraise.coordinator.log_folder import LogFolder
+from barnraise.protocol.cosignature import cosigned_at, node_cosignatures, node_witness, witness_name
+from barnraise.protocol.errors import MalformedError, StorageError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.ledger import encode_entry
+from barnraise.protocol.log_stream import serve_log
+from barnraise.protocol.network import Handler
+from barnraise.protocol.notes import Note, NoteSignature, parse_note, parse_signatures
+from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin_of, sign_checkpoint
+
+MAX_COSIGNATURES = 63  # in the file
+COSIGNED_EVERY_S = 2.0
+RETRY_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class LogBelt:
+    """Publishes the ledger of a run.
+
+    Raises (when it is made):
+        RunFolderError: what was published before is not this ledger's beginning, or is damaged.
+        StorageError: it cannot be read.
+    """
+
+    def __init__(self, core: Core, identity: Identity, folder: Path) -> None:
+        self._core = core
+        self._identity = identity
+        key = log_key(core.run_id, core.spec.operator)
+        self.folder = LogFolder(folder, key)
+        self.folder.check(core.ledger)
+        self._first = len(core.ledger)  # of those waiting
+        self._waiting: list[bytes] = []
+        self._cosigned: dict[str, NoteSignature] = {}
+        if self.folder.head is not None:
+            note = parse_note(self.folder.head.note)
+            good = node_cosignatures(note.text, note.signatures)
+            self._cosigned = {item.name: item for item in note.signatures if item.name in good}
+        self._fresh = trio.Event()
+        self._writing = trio.Lock()
+        core.listeners.append(self._note)
+
+    def handler(self) -> Handler:
+        """For ``LOG_PROTOCOL``."""
+
+        async def read(path: str) -> bytes | None:
+            return await self._core.offload(lambda: self.folder.read(path))
+
+        return serve_log(read, self._take)
+
+    async def run(self) -> None:
+        """Publish whatever was signed, for ever. A disk that refuses is tried again."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._renew)
+            while True:
+                changed = self._core.changed
+                try:
+                    if self._core.head[0] > self.folder.size:
+                        await self._publish(*self._core.head)
+                except StorageError as error:
+                    log.error("%s", error)
+                    await trio.sleep(RETRY_S)
+                    continue
+                await changed.wait()
+
+    def _note(self, write: Write) -> None:
+        self._waiting.extend(write.entries)
+
+    async def _publish(self, size: int, root: bytes) -> None:
+        checkpoint = Checkpoint(origin_of(self._core.run_id), size, root)
+        head = Head(checkpoint, sign_checkpoint(checkpoint, self._identity).encode())
+        ledger, first = self._core.ledger, self._first
+        waiting = self._waiting[: max(0, size - first)]
+
+        def work() -> None:
+            start = self.folder.missing_from()
+            if start >= first:
+                self.folder.grow(ledger, head, start, waiting[start - first :])
+                return
+            lag = self._core.spec.rollout.max_lag
+            entries = ledger_log.entries_of(self._core.journal.events(), lag)
+            older = (encode_entry(entry) for index, entry in enumerate(entries) if start <= index < size)
+            self.folder.grow(ledger, head, start, older)
+
+        async with self._writing:
+            await self._core.offload(work)
+        self._cosigned.clear()
+        done = self.folder.size - self._first
+        if done > 0:
+            del self._waiting[:done]
+            self._first += done
+
+    def _take(self, peer_id: str, line: str) -> bool:
+        """A cosignature of the checkpoint that is out there, by a node of this run, from itself."""
+        head, name = self.folder.head, witness_name(peer_id)
+        key = node_witness(name)
+        if head is None or key is None or key.public_key not in self._core.state.nodes:
+            return False
+        try:
+            (item,) = parse_signatures(line)
+        except (MalformedError, ValueError):
+            return False
+        if item.name != name or name not in node_cosignatures(head.checkpoint.text, [item]):
+            return False
+        if len(self._cosigned) >= MAX_COSIGNATURES and name not in self._cosigned:
+            oldest = min(self._cosigned, key=lambda other: cosigned_at(self._cosigned[other]))
+            del self._cosigned[oldest]
+        self._cosigned[name] = item
+        self._fresh.set()
+        return True
+
+    async def _renew(self) -> None:
+        """Write what was cosigned, many at a time."""
+        while True:
+            await self._fresh.wait()
+            await trio.sleep(COSIGNED_EVERY_S)
+            self._fresh = trio.Event()
+            head = self.folder.head
+            if head is None or not self._cosigned:
+                continue
+            own = sign_checkpoint(head.checkpoint, self._identity).signatures
+            note = Note(head.checkpoint.text, (*own, *self._cosigned.values())).encode()
+
+            async with self._writing:
+                if self.folder.head is head:  # else these are of the checkpoint before
+                    with suppress(StorageError):  # the next ones will be tried
+                        await self._core.offload(partial(self.folder.put_checkpoint, note))

@@ -1,0 +1,173 @@
+"""``RUN/log``: the ledger as static files that any web server can hand out (c2sp.org/tlog-tiles).
+
+::
+
+    RUN/log/checkpoint               the newest head, signed by the run's key, and cosigned
+    RUN/log/tile/<level>/<index>     256 hashes each, or fewer with .p/<width>
+    RUN/log/tile/entries/<index>     the entries themselves
+
+Everything that a checkpoint speaks of is on the disk before the checkpoint is; a crash at
+any moment leaves the one before, with all of its files. Blocking.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.errors import MalformedError, RunFolderError, SignatureError, StorageError
+from barnraise.protocol.log_messages import CHECKPOINT
+from barnraise.protocol.merkle import MerkleLog, leaf_hash
+from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
+from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
+from barnraise.protocol.tlog_tiles import ENTRIES, FULL, Tile, bundle, hash_tile, tile_of, tiles_for, unbundle
+
+
+class LogFolder:
+    """The static files of one run's log.
+
+    Attributes:
+        head: the newest checkpoint that is out there; None: none ever was.
+    """
+
+    def __init__(self, folder: Path, key: Ed25519Key) -> None:
+        self.folder = folder
+        self.head = self._read_head(key)
+
+    @property
+    def size(self) -> int:
+        """How many entries are out there."""
+        return 0 if self.head is None else self.head.size
+
+    def check(self, log: MerkleLog) -> None:
+        """Make sure that what is out there is the beginning of ``log``.
+
+        Raises:
+            RunFolderError: it is not. Signing that log would show the world a second history.
+        """
+        if self.head is not None and (self.size > len(log) or log.root(self.size) != self.head.root):
+            raise RunFolderError(
+                f"{self.folder} was published with {self.size} entries that the journal does not have: the "
+                "journal is older than it, or damaged. Restore the newest backup of the journal: to sign "
+                "another history with the same key is what witnesses raise the alarm for"
+            )
+
+    def missing_from(self) -> int:
+        """The first entry that ``grow`` wants next: ``size``, or less where the last bundle is not here."""
+        start = self.size - self.size % FULL
+        try:
+            self._tail()
+        except (OSError, MalformedError):
+            return start
+        return self.size
+
+    def grow(self, log: MerkleLog, head: Head, start: int, entries: Iterable[bytes]) -> None:
+        """Put out the log as of ``head``, whose entries are those here and ``entries`` from ``start`` on.
+
+        ``start`` is what ``missing_from`` says. Needs ``head`` to be durably noted elsewhere already.
+
+        Raises:
+            StorageError: the disk refused; the checkpoint before is still the one out there.
+            RunFolderError: the entries are not those of the log.
+        """
+        try:
+            self._grow(log, head, start, entries)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.folder} ({error.strerror}): free some disk space, or check permissions"
+            ) from None
+
+    def put_checkpoint(self, note: bytes) -> None:
+        """Put out the same checkpoint with other cosignatures.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        try:
+            self._write(CHECKPOINT, note)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.folder / CHECKPOINT} ({error.strerror})") from None
+
+    def read(self, path: str) -> bytes | None:
+        """The file at a path of the log that was checked to be one; None: there is none."""
+        try:
+            return (self.folder / path).read_bytes()
+        except OSError:
+            return None
+
+    def _grow(self, log: MerkleLog, head: Head, start: int, entries: Iterable[bytes]) -> None:
+        before, size = self.size, head.size
+        tail = self._tail() if start % FULL else []
+        rest = iter(chain(tail, entries))
+        folders = {self.folder}
+        for tile in tiles_for(size, start - start % FULL):
+            data = bundle(self._next(log, tile, rest)) if tile.level == ENTRIES else hash_tile(log, tile)
+            folders |= self._write(tile.path, data)
+        for folder in folders:
+            sync_folder(folder)
+        self._write(CHECKPOINT, head.note)
+        sync_folder(self.folder)
+        self.head = head
+        self._prune(before, size)
+
+    def _next(self, log: MerkleLog, tile: Tile, entries: Iterable[bytes]) -> list[bytes]:
+        found = [entry for _, entry in zip(range(tile.width), entries, strict=False)]
+        hashes = b"".join(leaf_hash(entry) for entry in found)
+        if hashes != log.hashes(0, tile.index * FULL, tile.width):
+            raise RunFolderError(
+                f"{self.folder}: the entries from {tile.index * FULL} on are not the ledger's"
+            )
+        return found
+
+    def _tail(self) -> list[bytes]:
+        """The entries of the last bundle, if it is not full."""
+        if not self.size % FULL:
+            return []
+        tile = tile_of(ENTRIES, self.size // FULL, self.size)
+        found = unbundle((self.folder / tile.path).read_bytes())
+        if len(found) != tile.width:
+            raise MalformedError(f"{tile.path} has not {tile.width} entries")
+        return found
+
+    def _prune(self, before: int, size: int) -> None:
+        """Drop the partial tiles of those that are full now."""
+        for tile in tiles_for(before):
+            if tile.width < FULL and tile_of(tile.level, tile.index, size).width == FULL:
+                shutil.rmtree(self.folder / f"{tile.whole.path}.p", ignore_errors=True)
+
+    def _write(self, path: str, data: bytes) -> set[Path]:
+        """Write one file, whole or not at all; the folders that must be synced for it to last."""
+        target = self.folder / path
+        missing = [folder for folder in target.parents if not folder.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return {target.parent, *(folder.parent for folder in missing)}
+
+    def _read_head(self, key: Ed25519Key) -> Head | None:
+        path = self.folder / CHECKPOINT
+        try:
+            with path.open("rb") as file:
+                return open_checkpoint(file.read(MAX_NOTE + 1), key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {path} ({error.strerror})") from None
+        except (MalformedError, SignatureError) as error:
+            raise RunFolderError(
+                f"{path} is damaged ({error}): restore it from a backup, or delete the folder {self.folder} "
+                "if you are sure that the journal is the newest"
+            ) from None
