@@ -8,8 +8,10 @@ taken from nodes of the run only, and stand in the checkpoint's file until the n
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import trio
@@ -71,6 +73,7 @@ class LogBelt:
         """Publish whatever was signed, for ever. A disk that refuses is tried again."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._renew)
+            await self._heal()
             while True:
                 changed = self._core.changed
                 try:
@@ -81,6 +84,30 @@ class LogBelt:
                     await trio.sleep(RETRY_S)
                     continue
                 await changed.wait()
+
+    async def _heal(self) -> None:
+        """Make whole again what a disk lost or changed since it was published."""
+        ledger = self._core.ledger
+
+        def work() -> int:
+            bundles = self.folder.damaged(ledger)
+            if bundles:
+                self.folder.mend(ledger, bundles, self._journalled())
+            return len(bundles)
+
+        try:
+            async with self._writing:
+                mended = await self._core.offload(work)
+        except StorageError as error:
+            log.error("%s", error)
+            return
+        if mended:
+            log.warning("%s: %d damaged or missing files were written again", self.folder.folder, mended)
+
+    def _journalled(self) -> Iterator[bytes]:
+        """All durable entries, from the beginning."""
+        lag = self._core.spec.rollout.max_lag
+        return map(encode_entry, ledger_log.entries_of(self._core.journal.events(), lag))
 
     def _note(self, write: Write) -> None:
         self._waiting.extend(write.entries)
@@ -96,10 +123,7 @@ class LogBelt:
             if start >= first:
                 self.folder.grow(ledger, head, start, waiting[start - first :])
                 return
-            lag = self._core.spec.rollout.max_lag
-            entries = ledger_log.entries_of(self._core.journal.events(), lag)
-            older = (encode_entry(entry) for index, entry in enumerate(entries) if start <= index < size)
-            self.folder.grow(ledger, head, start, older)
+            self.folder.grow(ledger, head, start, islice(self._journalled(), start, size))
 
         async with self._writing:
             await self._core.offload(work)

@@ -57,6 +57,38 @@ class LogFolder:
                 "another history with the same key is what witnesses raise the alarm for"
             )
 
+    def damaged(self, log: MerkleLog) -> list[Tile]:
+        """Write again every tile that is lost or not the log's; the bundles for which that takes entries."""
+        bundles = []
+        for tile in tiles_for(self.size):
+            data = self.read(tile.path)
+            if tile.level != ENTRIES:
+                if data != hash_tile(log, tile):
+                    self._repair(tile, hash_tile(log, tile))
+                continue
+            try:
+                hashes = [leaf_hash(entry) for entry in unbundle(data or b"")]
+            except MalformedError:
+                hashes = []
+            if b"".join(hashes) != log.hashes(0, tile.index * FULL, tile.width):
+                bundles.append(tile)
+        return bundles
+
+    def mend(self, log: MerkleLog, bundles: Iterable[Tile], entries: Iterable[bytes]) -> None:
+        """Write these bundles (in order) again, from all of the log's entries.
+
+        Raises:
+            StorageError: the disk refused.
+            RunFolderError: the entries are not those of the log.
+        """
+        rest, place = iter(entries), 0
+        for tile in bundles:
+            first = tile.index * FULL
+            for _ in zip(range(first - place), rest, strict=False):
+                pass
+            self._repair(tile, bundle(self._next(log, tile, rest)))
+            place = first + tile.width
+
     def missing_from(self) -> int:
         """The first entry that ``grow`` wants next: ``size``, or less where the last bundle is not here."""
         start = self.size - self.size % FULL
@@ -100,6 +132,13 @@ class LogFolder:
             return (self.folder / path).read_bytes()
         except OSError:
             return None
+
+    def _repair(self, tile: Tile, data: bytes) -> None:
+        try:
+            for folder in self._write(tile.path, data):
+                sync_folder(folder)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.folder / tile.path} ({error.strerror})") from None
 
     def _grow(self, log: MerkleLog, head: Head, start: int, entries: Iterable[bytes]) -> None:
         before, size = self.size, head.size

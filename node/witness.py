@@ -58,7 +58,8 @@ class Witness:
         self._store = WitnessStore(folder)
         self.last = self._store.last(key)
         self.convicted = any(folder.glob("evidence-split-view-*.json"))
-        self._open: dict[str, tuple[Head, float]] = {}  # by text; since when
+        self._open: dict[str, Head] = {}  # by text
+        self._unproven: dict[str, float] = {}  # since when
         self._told: set[Path] = set()
 
     async def hear(self, note: bytes, fetch: FetchTiles, now_s: int) -> tuple[str | None, list[str]]:
@@ -74,12 +75,12 @@ class Witness:
         head = open_checkpoint(note, self.key)
         text = head.checkpoint.text
         if text not in self._open:
-            self._open[text] = head, trio.current_time()
-            while len(self._open) > MAX_OPEN:
-                del self._open[next(iter(self._open))]
+            while len(self._open) >= MAX_OPEN:
+                self._close(next(iter(self._open)))
+            self._open[text] = head
         alarms: list[str] = []
         for place in sorted(self._open, key=lambda item: item != text):  # others may be judged by it
-            alarm = await self._settle(place, *self._open[place], fetch)
+            alarm = await self._settle(place, fetch)
             if alarm:
                 alarms.append(alarm)
         if self.convicted or self.last is None or self.last.checkpoint.text != text:
@@ -88,27 +89,31 @@ class Witness:
             return None, alarms
         return cosign(text, self.name, self._identity, now_s).line, alarms
 
-    async def _settle(self, place: str, head: Head, since: float, fetch: FetchTiles) -> str | None:
-        last = self.last
-        if last is None:
-            verdict: str | Conflict | Unproven = "grown"
-        else:
-            verdict = await _compare(last, head, fetch)
-        if isinstance(verdict, Unproven):
-            if trio.current_time() - since < PATIENCE_S:
-                return None
-            del self._open[place]
-            return self._alarm(verdict)
-        if isinstance(verdict, Conflict):
-            self.convicted = True
-            alarm = self._alarm(verdict)
-            del self._open[place]
-            return alarm
+    async def _settle(self, place: str, fetch: FetchTiles) -> str | None:
+        """Judge one head against the last; what is to be said of it."""
+        last, head = self.last, self._open[place]
+        verdict = "grown" if last is None else await _compare(last, head, fetch)
+        match verdict:
+            case Unproven():
+                since = self._unproven.setdefault(place, trio.current_time())
+                if trio.current_time() - since < PATIENCE_S:
+                    return None
+                self._close(place)
+                return self._alarm(verdict)
+            case Conflict():
+                self.convicted = True
+                alarm = self._alarm(verdict)
+                self._close(place)
+                return alarm
         if last is None or head.size > last.size:
             self._store.keep(self.key, head)
             self.last = head
-        del self._open[place]
+        self._close(place)
         return None
+
+    def _close(self, place: str) -> None:
+        self._open.pop(place, None)
+        self._unproven.pop(place, None)
 
     def _alarm(self, trouble: Conflict | Unproven) -> str | None:
         path = self._store.keep_evidence(self.key, trouble)
@@ -191,4 +196,4 @@ async def _ask(ctx: Context, witness: Witness, peer_id: str) -> None:
     except StorageError as error:
         ctx.say(f"the ledger is not witnessed: {error}", logging.WARNING)
     except BarnraiseError as error:
-        log.info("nothing heard of the ledger from %s: %s", peer_id[-8:], printable(str(error)))
+        log.debug("nothing heard of the ledger from %s: %s", peer_id[-8:], printable(str(error)))

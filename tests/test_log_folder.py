@@ -124,6 +124,24 @@ def test_a_lost_or_damaged_last_bundle_is_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_sync")
+def test_every_file_that_is_lost_or_flipped_is_written_again(tmp_path: Path) -> None:
+    grow(LogFolder(tmp_path, KEY), 600)
+    assert LogFolder(tmp_path, KEY).damaged(LOG) == []
+    for number, tile in enumerate(tiles_for(600)):
+        path = tmp_path / tile.path
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1 << number % 8
+        path.unlink() if number % 3 == 0 else path.write_bytes(bytes(data))
+    folder = LogFolder(tmp_path, KEY)
+    bundles = folder.damaged(LOG)
+    assert [tile.index for tile in bundles] == [0, 1, 2]
+    folder.mend(LOG, bundles[1:], ALL)
+    folder.mend(LOG, bundles[:1], ALL)
+    assert folder.damaged(LOG) == []
+    assert sound(tmp_path) == 600
+
+
+@pytest.mark.usefixtures("no_sync")
 def test_a_journal_older_than_what_was_published_is_refused(tmp_path: Path) -> None:
     grow(LogFolder(tmp_path, KEY), 300)
     folder = LogFolder(tmp_path, KEY)

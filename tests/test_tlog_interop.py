@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from barnraise.coordinator.log_folder import LogFolder
 from barnraise.protocol.cosignature import COSIGNATURE, WitnessKey, cosign, cosigned_at, witness_name
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import verify_consistency, verify_inclusion
@@ -25,7 +26,7 @@ from barnraise.protocol.notes import (
 )
 from barnraise.protocol.tlog_checkpoint import open_checkpoint
 from barnraise.protocol.tlog_tiles import TileTree, tiles_for
-from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of, write_static
+from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
 GOCODE = Path("/usr/share/gocode")
 SIZES = (0, 1, 2, 3, 255, 256, 257, 511, 513, 700)
@@ -37,11 +38,15 @@ LOG = log_of(ALL)
 
 
 def publish(folder: Path, size: int) -> bytes:
-    """A log's static files, its checkpoint cosigned by one witness."""
+    """A log's static files as the coordinator writes them, its checkpoint cosigned by one witness."""
     head = head_of(LOG, size)
     line = cosign(head.checkpoint.text, NAME, NODE, 1_700_000_000)
     note = Note(head.checkpoint.text, (*parse_note(head.note).signatures, line)).encode()
-    write_static(folder, log_of(ALL[:size]), ALL[:size], note)
+    public = LogFolder(folder, KEY)
+    for step in (size // 2, size):
+        start = public.missing_from()
+        public.grow(LOG, head_of(LOG, step), start, ALL[start:step])
+    public.put_checkpoint(note)
     return note
 
 

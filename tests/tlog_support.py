@@ -1,11 +1,9 @@
 """A small log with its checkpoint and static files, for the tests of the transparency log."""
 
-from pathlib import Path
-
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin_of, sign_checkpoint
-from barnraise.protocol.tlog_tiles import ENTRIES, FULL, Tile, bundle, hash_tile, tiles_for
+from barnraise.protocol.tlog_tiles import ENTRIES, FULL, Tile, bundle, hash_tile
 
 OPERATOR = Identity.from_private_bytes(bytes(range(32)))
 RUN_ID = bytes(range(100, 132))
@@ -40,11 +38,3 @@ def tile_bytes(log: MerkleLog, entries: list[bytes], tile: Tile) -> bytes:
     if tile.level == ENTRIES:
         return bundle(entries[tile.index * FULL : tile.index * FULL + tile.width])
     return hash_tile(log, tile)
-
-
-def write_static(folder: Path, log: MerkleLog, entries: list[bytes], note: bytes) -> None:
-    for tile in tiles_for(len(log)):
-        path = folder / tile.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(tile_bytes(log, entries, tile))
-    (folder / "checkpoint").write_bytes(note)
