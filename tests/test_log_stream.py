@@ -2,6 +2,8 @@ import pytest
 import trio
 
 from barnraise.protocol.errors import MalformedError, PeerError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.log_messages import LOG_PROTOCOL, LogReply, LogRequest
 from barnraise.protocol.log_stream import STREAMS_PER_PEER, fetch_files, fetch_tiles, hand_in, serve_log
 from barnraise.protocol.memory_network import MemorySwarm
@@ -124,3 +126,29 @@ async def test_a_server_that_lies_costs_its_asker_nothing(autojump_clock: object
             await fetch_files(network, "server", ["tile/0/000"])
 
     await ask(handler, use)
+
+
+async def test_over_libp2p_it_is_the_same() -> None:
+    taken: list[str] = []
+
+    def take(peer_id: str, line: str) -> bool:
+        taken.append(peer_id)
+        return True
+
+    listen = ("/ip4/127.0.0.1/tcp/0",)
+    async with (
+        open_libp2p(Identity.generate(), listen=listen) as server,
+        open_libp2p(Identity.generate()) as client,
+    ):
+        server.set_handler(LOG_PROTOCOL, serve_log(read, take))
+        with trio.fail_after(60):
+            await client.connect(server.addresses[0])
+            files = await fetch_files(
+                client, server.peer_id, ["checkpoint", "tile/entries/000", "tile/0/009"]
+            )
+            tiles = await fetch_tiles(client, server.peer_id, tiles_to_compare(100, 300))
+            assert await hand_in(client, server.peer_id, "a line")
+    assert files == [head_of(LOG).note, tile_bytes(LOG, ALL, Tile(-1, 0)), None]
+    assert tiles is not None
+    assert TileTree(300, tiles.__getitem__).root() == LOG.root()
+    assert taken == [client.peer_id]
