@@ -8,11 +8,12 @@ one of them, and needs nobody's word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import MalformedError, SignatureError
+from barnraise.protocol.errors import MalformedError
+from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.ledger_entries import (
     Appealed,
     AuditCommitted,
@@ -39,10 +40,12 @@ from barnraise.protocol.ledger_entries import (
 )
 from barnraise.protocol.ledger_fold import LedgerError, LedgerFold, balances
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Receipt, Signed, TreeHead
+from barnraise.protocol.messages import Message, Receipt, Signed, TreeHead
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
+from barnraise.protocol.signatures import Check, check_here, claim_of
 from barnraise.protocol.standing import CLAWED_BACK, RESTORED
+from barnraise.protocol.wire import decode
 
 __all__ = [
     "Appealed",
@@ -75,7 +78,10 @@ __all__ = [
     "verify_ledger",
 ]
 
+M = TypeVar("M", bound=Message)
+
 MAX_PROBLEMS = 1000
+_TELL_EVERY = 4096  # entries
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class LedgerReport:
     spared: int = 0  # accepted without the model's checks
     sealed: int = 0  # those among them whose draw can only be checked when the seed is published
     clawed_back: int = 0  # credit taken back and not restored
+    signatures: int = 0  # how many were checked: of tree heads, receipts and the run spec
+    unnamed: int = 0  # problems beyond those that are named
 
     @property
     def ok(self) -> bool:
@@ -114,6 +122,8 @@ def verify_ledger(
     heads: Sequence[Signed],
     run_spec: Signed,
     receipts: Sequence[Signed] = (),
+    check: Check = check_here,
+    progress: Callable[[int], None] | None = None,
 ) -> LedgerReport:
     """Audit a ledger: rules, signed tree heads, and a node's receipts against its entries.
 
@@ -121,7 +131,8 @@ def verify_ledger(
     ``run_id`` with the one known from elsewhere. ``heads`` may be of any earlier
     sizes, and one must cover all entries. Everything found wrong is a ``Problem``
     (at most ``MAX_PROBLEMS``); an entry that breaks a rule earns nothing and the
-    audit goes on.
+    audit goes on. ``check`` checks the signatures of heads and receipts (see
+    ``signatures.process_pool``); ``progress`` hears now and then how many entries were read.
 
     Raises:
         SignatureError, MalformedError: ``run_spec`` itself is not to be believed.
@@ -129,7 +140,8 @@ def verify_ledger(
     spec = open_run_spec(run_spec)
     run_id = run_id_of(run_spec)
     problems = _Problems()
-    claims = _open_receipts(receipts, spec.operator, run_id, problems)
+    opened_heads = _opened(heads, TreeHead, spec.operator, run_id, check, problems)
+    claims = [claim for _, claim in _opened(receipts, Receipt, spec.operator, run_id, check, problems)]
     wanted = {claim.ledger_index for claim in claims}
     kept: dict[int, LedgerEntry] = {}
     fold, log = LedgerFold(spec), MerkleLog()
@@ -138,6 +150,8 @@ def verify_ledger(
             log.append(encode_entry(entry))
             if index in wanted:
                 kept[index] = entry
+            if progress is not None and not index % _TELL_EVERY:
+                progress(index)
             try:
                 fold.add(entry)
             except LedgerError as error:
@@ -150,7 +164,7 @@ def verify_ledger(
         problems.add(
             None, "claw-back-owed", f"credit of node {node.hex()} is owed since its last failed audit"
         )
-    _check_heads(heads, log, spec.operator, run_id, problems)
+    _check_heads(opened_heads, log, problems)
     for claim in claims:
         _check_receipt(claim, kept.get(claim.ledger_index), len(log), problems)
     return LedgerReport(
@@ -166,58 +180,70 @@ def verify_ledger(
         spared=fold.spared,
         sealed=fold.sealed(),
         clawed_back=fold.clawed_back,
+        signatures=1 + len(heads) + len(receipts),
+        unnamed=problems.unnamed,
     )
 
 
 class _Problems:
     def __init__(self) -> None:
         self.found: list[Problem] = []
+        self.unnamed = 0
 
     def add(self, index: int | None, rule: str, text: str) -> None:
         if len(self.found) < MAX_PROBLEMS:
             self.found.append(Problem(index, rule, text))
-
-
-def _open_receipts(
-    receipts: Sequence[Signed], operator: bytes, run_id: bytes, problems: _Problems
-) -> list[Receipt]:
-    opened = []
-    for number, signed in enumerate(receipts):
-        try:
-            receipt = open_signed(signed, Receipt, operator)
-        except (SignatureError, MalformedError) as error:
-            problems.add(None, "receipt-signed", f"receipt {number}: {error}")
-            continue
-        if receipt.run_id == run_id:
-            opened.append(receipt)
         else:
-            problems.add(None, "receipt-of-run", f"receipt {number} belongs to another run")
+            self.unnamed += 1
+
+
+def _opened(
+    given: Sequence[Signed],
+    type_: type[M],
+    operator: bytes,
+    run_id: bytes,
+    check: Check,
+    problems: _Problems,
+) -> list[tuple[int, M]]:
+    """What the operator signed for this run, with its number among those given."""
+    what, rule = ("tree head", "head") if type_ is TreeHead else ("receipt", "receipt")
+    opened: list[tuple[int, M]] = []
+    holds = check([claim_of(signed, type_) for signed in given])
+    for number, (signed, held) in enumerate(zip(given, holds, strict=True)):
+        if signed.signer != operator:
+            text = f"signed by key {fingerprint(signed.signer)}, not by the run's {fingerprint(operator)}"
+        elif not held:
+            text = "its signature does not match its content: it was altered, or signed as something else"
+        else:
+            try:
+                message = decode(signed.payload, type_)
+            except MalformedError as error:
+                text = str(error)
+            else:
+                if getattr(message, "run_id", None) == run_id:
+                    opened.append((number, message))
+                else:
+                    problems.add(None, f"{rule}-of-run", f"{what} {number} belongs to another run")
+                continue
+        problems.add(None, f"{rule}-signed", f"{what} {number}: {text}")
     return opened
 
 
-def _check_heads(
-    heads: Sequence[Signed], log: MerkleLog, operator: bytes, run_id: bytes, problems: _Problems
-) -> None:
+def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems: _Problems) -> None:
     covered = 0
-    for number, signed in enumerate(heads):
-        try:
-            head = open_signed(signed, TreeHead, operator)
-        except (SignatureError, MalformedError) as error:
-            problems.add(None, "head-signed", f"tree head {number}: {error}")
-            continue
-        if head.run_id != run_id:
-            problems.add(None, "head-of-run", f"tree head {number} belongs to another run")
-        elif head.size > len(log):
+    for number, head in sorted(heads, key=lambda item: item[1].size):
+        if head.size > len(log):
             problems.add(
                 None,
                 "entries-missing",
                 f"tree head {number} was signed for {head.size} entries; only {len(log)} are here",
             )
         elif head.root != log.root(head.size):
+            among = f"the first that is not is one of {covered} to {head.size - 1}" if covered else "not all"
             problems.add(
                 None,
                 "head-root",
-                f"the first {head.size} entries are not those that tree head {number} was signed for",
+                f"the first {head.size} entries are not those of tree head {number}: {among}",
             )
         else:
             covered = max(covered, head.size)

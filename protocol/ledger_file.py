@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +20,25 @@ from barnraise.protocol import wire
 from barnraise.protocol.errors import MalformedError, StorageError
 from barnraise.protocol.ledger import LedgerEntry, LedgerReport, decode_entry, encode_entry, verify_ledger
 from barnraise.protocol.messages import Signed
+from barnraise.protocol.signatures import Check, check_here
 
 MAGIC = b"barnraise-ledger-1\r\n"
 _SPEC, _HEAD, _ENTRY = b"S", b"H", b"E"
 _LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _ENTRY: 4 * 1024}
+MAX_HEADS = 1_000_000  # one a minute for almost two years
 
 
 @dataclass(frozen=True)
 class LedgerFile:
-    """An open ledger file. ``entries`` streams once, and raises MalformedError where the file is damaged."""
+    """An open ledger file. ``entries`` streams once, and raises MalformedError where the file is damaged.
+
+    ``fraction()``: how much of the file is read, 0 to 1.
+    """
 
     run_spec: Signed
     heads: tuple[Signed, ...]
     entries: Iterator[LedgerEntry]
+    fraction: Callable[[], float] = lambda: 0.0
 
 
 def write_ledger(
@@ -85,20 +91,33 @@ def open_ledger(path: Path) -> Iterator[LedgerFile]:
         heads: list[Signed] = []
         first = next(records, None)
         while first is not None and first[0] == _HEAD:
+            if len(heads) == MAX_HEADS:
+                raise MalformedError(f"{path} holds more than {MAX_HEADS:,} tree heads: no ledger does")
             heads.append(wire.decode(first[1], Signed))
             first = next(records, None)
-        yield LedgerFile(run_spec, tuple(heads), _entries(first, records))
+        total = max(1, os.fstat(file.fileno()).st_size)
+        yield LedgerFile(
+            run_spec, tuple(heads), _entries(first, records), lambda: min(1.0, file.tell() / total)
+        )
 
 
-def verify_ledger_file(path: Path, receipts: Sequence[Signed] = ()) -> LedgerReport:
+def verify_ledger_file(
+    path: Path,
+    receipts: Sequence[Signed] = (),
+    check: Check = check_here,
+    progress: Callable[[float], None] | None = None,
+) -> LedgerReport:
     """Audit a ledger file offline (see ``ledger.verify_ledger``). Nothing else is needed.
+
+    ``progress`` hears now and then what fraction of the entries is read.
 
     Raises:
         StorageError: the file cannot be read.
         MalformedError, SignatureError: it is no ledger file, or its run spec is not to be believed.
     """
     with open_ledger(path) as ledger:
-        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts)
+        told = None if progress is None else (lambda _: progress(ledger.fraction()))
+        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts, check, told)
 
 
 def _record(kind: bytes, body: bytes) -> bytes:

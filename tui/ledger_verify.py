@@ -1,0 +1,162 @@
+"""``barnraise ledger verify``: everything that can be checked offline, and exactly what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
+from barnraise.protocol.ledger import LedgerReport
+from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
+from barnraise.protocol.messages import Receipt, Signed, TreeHead
+from barnraise.protocol.runid import open_run_spec
+from barnraise.protocol.runid import run_id as run_id_of
+from barnraise.protocol.signatures import process_pool
+from barnraise.protocol.wire import printable
+from barnraise.tui.console import emit_json, examples
+from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file, peer_id
+
+EXAMPLES = examples(
+    "ledger verify ./my-run",
+    "ledger verify ledger.bin --receipts ~/.local/share/barnraise",
+)
+
+
+def audit(source: Path, receipts: tuple[Signed, ...] = ()) -> LedgerReport:
+    """Verify the ledger behind ``source`` offline; signatures in several processes if there are many."""
+    with ledger_file(source) as path:
+        return _audit(path, receipts)
+
+
+def _audit(path: Path, receipts: tuple[Signed, ...]) -> LedgerReport:
+    progress = SlowProgress()
+    with process_pool(done=lambda done, of: progress("checking signatures", done / of)) as check:
+        return verify_ledger_file(
+            path, receipts, check, lambda fraction: progress("checking entries", fraction)
+        )
+
+
+def report_fields(report: LedgerReport) -> dict[str, Any]:
+    """A report as plain values."""
+    return {
+        "ok": report.ok,
+        "run_id": report.run_id.hex(),
+        "entries": report.size,
+        "root": report.root.hex(),
+        "accepted": report.accepted,
+        "spared": report.spared,
+        "sealed": report.sealed,
+        "clawed_back": report.clawed_back,
+        "rejected": report.rejected,
+        "receipts": report.receipts,
+        "signatures": report.signatures,
+        "balances": {peer_id(node): credit for node, credit in sorted(report.balances.items())},
+        "problems": [{"entry": p.index, "rule": p.rule, "text": p.text} for p in report.problems],
+        "problems_left_out": report.unnamed,
+    }
+
+
+def verify(
+    source: Path = SOURCE,
+    receipts: Path | None = typer.Option(
+        None,
+        "--receipts",
+        metavar="DIR",
+        help="A node's data folder: check its receipts against the ledger too.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object."),
+) -> None:
+    """Re-derive every balance and check every rule, hash and signature. Exit 1 if anything is wrong."""
+    given: tuple[Signed, ...] = ()
+    newer = 0
+    try:
+        with ledger_file(source) as path:
+            if receipts is not None:
+                given, newer = receipts_for(path, receipts)
+            report = _audit(path, given)
+    except (MalformedError, SignatureError) as error:
+        raise BarnraiseError(f"the ledger cannot be believed: {error}") from error
+    if as_json:
+        emit_json({**report_fields(report), "receipts_newer": newer})
+    else:
+        print_report(report, None if receipts is None else newer)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def print_report(report: LedgerReport, newer: int | None = None) -> None:
+    """A report for people. ``newer``: receipts left out for being newer; None where none were given."""
+    typer.echo(f"run      {report.run_id.hex()}")
+    typer.echo(f"entries  {report.size}, root {report.root.hex()}")
+    typer.echo(f"verdicts {report.accepted} accepted, {report.rejected} rejected")
+    if report.spared:
+        checked = report.spared - report.sealed
+        typer.echo(f"audits   {report.spared} spared by draw, {checked} of those draws made again")
+    if report.clawed_back:
+        typer.echo(f"clawback {report.clawed_back:,} Mflop")
+    if newer is not None:
+        later = f", {newer} newer than this ledger left out: export it again to check them"
+        typer.echo(f"receipts {report.receipts} checked" + (later if newer else ""))
+    for node, credit in sorted(report.balances.items(), key=lambda item: -item[1]):
+        typer.echo(f"credit   {peer_id(node)}  {credit:,} Mflop")
+    for problem in report.problems:
+        place = "ledger" if problem.index is None else f"entry {problem.index}"
+        typer.echo(f"WRONG    {place}: {problem.rule}: {printable(problem.text, 1000)}")
+    if report.unnamed:
+        typer.echo(f"WRONG    {report.unnamed:,} more problems")
+    typer.echo("ledger verified" if report.ok else "ledger is wrong")
+
+
+def receipt_file(ledger: Path, data: Path) -> Path:
+    """Where a node's data folder has its receipts of a ledger file's run.
+
+    Raises:
+        typer.BadParameter: it has none.
+    """
+    with open_ledger(ledger) as opened:
+        file = data / "runs" / run_id_of(opened.run_spec).hex()[:16] / "receipts.bin"
+    if not file.is_file():
+        raise typer.BadParameter(
+            f"{data} holds no receipts of this run; name the --data folder of a node that worked for it",
+            param_hint="--receipts",
+        )
+    return file
+
+
+def receipts_for(ledger: Path, data: Path) -> tuple[tuple[Signed, ...], int]:
+    """A node's receipts for the run of a ledger file, and how many more are newer than the file.
+
+    A node goes on earning while an auditor looks at an older export. A receipt is
+    newer if it names an entry past the end and was issued after the last tree head
+    was; one that names an entry past the end but is older stays in, and is found wrong.
+
+    Raises:
+        MalformedError, SignatureError: the ledger's beginning or the receipts are damaged.
+        StorageError: a file cannot be read.
+    """
+    from barnraise.node.receipts import read_receipts
+
+    file = receipt_file(ledger, data)
+    end = moment = 0
+    with open_ledger(ledger) as opened:
+        operator = open_run_spec(opened.run_spec).operator
+        for signed in opened.heads:
+            try:
+                head = open_signed(signed, TreeHead, operator)
+            except (MalformedError, SignatureError):
+                continue  # the audit names what is wrong with it
+            end, moment = max(end, head.size), max(moment, head.issued_at)
+    kept, newer = [], 0
+    for signed in read_receipts(file):
+        try:
+            receipt = open_signed(signed, Receipt, operator)
+        except (MalformedError, SignatureError):
+            kept.append(signed)  # the audit names what is wrong with it
+            continue
+        if receipt.ledger_index >= end and receipt.issued_at >= moment:
+            newer += 1
+        else:
+            kept.append(signed)
+    return tuple(kept), newer
