@@ -5,6 +5,13 @@ before it returns (WAL, ``synchronous=FULL``): after it, a reply may leave. The
 database also keeps the payloads of submissions until they are of no more use,
 signed receipts, manifests and tree heads. Synchronous; one writer at a time,
 enforced by a lock, so that it may be called from worker threads.
+
+Two things guard against disks that lie. Every event has a CRC-32 of its number and bytes
+(rows of older journals have none). And ``state.sqlite.mark`` says how many events have
+been acknowledged: SQLite takes a damaged tail of its write-ahead log for an unfinished
+transaction and drops it in silence, and a coordinator that went on from there would
+sign other entries under numbers that are taken. The mark is not synced, so after a power
+cut it may say less than the truth, never more.
 """
 
 from __future__ import annotations
@@ -12,8 +19,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
@@ -86,9 +95,19 @@ class Journal:
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA wal_autocheckpoint=4000")
             self._db.executescript(_SCHEMA)
+            if all(column[1] != "crc" for column in self._db.execute("PRAGMA table_info(events)")):
+                self._db.execute("ALTER TABLE events ADD COLUMN crc INTEGER")
+            acknowledged = _read_mark(path)  # first: a coordinator beside us may go on
             self._next = self._db.execute("SELECT coalesce(max(seq), -1) + 1 FROM events").fetchone()[0]
         except sqlite3.DatabaseError as error:
             raise _journal_error(path, error) from error
+        if self._next < acknowledged:
+            self._db.close()
+            raise RunFolderError(
+                f"{path} has lost events {self._next} to {acknowledged - 1}, which were acknowledged (a damaged "
+                f"disk, or an old copy): restore a newer copy. Going on would contradict receipts that were "
+                f"signed; to do so all the same, delete {_mark_path(path)}"
+            )
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -107,7 +126,8 @@ class Journal:
                 self._db.execute("BEGIN IMMEDIATE")
                 for write in writes:
                     for event in write.events:
-                        self._db.execute("INSERT INTO events VALUES (?, ?)", (seq, encode_event(event)))
+                        data = encode_event(event)
+                        self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (seq, data, _crc(seq, data)))
                         seq += 1
                     self._store(write)
                 self._db.execute("COMMIT")
@@ -115,7 +135,9 @@ class Journal:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise _journal_error(self.path, error) from error
-            self._next = seq
+            if seq != self._next:
+                self._next = seq
+                _write_mark(self.path, seq)
 
     def _store(self, write: Write) -> None:
         for payload in write.payloads:
@@ -159,16 +181,21 @@ class Journal:
         """
         expected = start
         while True:
-            with self._lock:
+            with self._lock, self._reading():
                 rows = self._db.execute(
-                    "SELECT seq, data FROM events WHERE seq >= ? ORDER BY seq LIMIT 5000", (expected,)
+                    "SELECT seq, data, crc FROM events WHERE seq >= ? ORDER BY seq LIMIT 5000", (expected,)
                 ).fetchall()
             if not rows:
                 return
-            for seq, data in rows:
+            for seq, data, crc in rows:
                 if seq != expected:
                     raise RunFolderError(
                         f"{self.path}: event {expected} is missing; restore the file from a backup"
+                    )
+                if crc is not None and (not isinstance(data, bytes) or crc != _crc(seq, data)):
+                    raise RunFolderError(
+                        f"{self.path}: event {seq} is damaged (its checksum differs): restore the file "
+                        "from a backup, and check the disk"
                     )
                 try:
                     yield decode_event(data)
@@ -178,6 +205,13 @@ class Journal:
                         "by another version of barnraise: run that version, or restore a backup"
                     ) from error
                 expected += 1
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:  # a page of the file is damaged
+            raise _journal_error(self.path, error) from error
 
     def payloads(self, submission_ids: Sequence[bytes]) -> dict[bytes, bytes]:
         """The signed payload bytes of those submissions that are still stored."""
@@ -226,6 +260,31 @@ class Journal:
         with self._lock:
             row = self._db.execute("SELECT data FROM heads ORDER BY size DESC LIMIT 1").fetchone()
         return None if row is None else wire.decode(row[0], Signed)
+
+
+def _crc(seq: int, data: bytes) -> int:
+    return crc32(data, crc32(seq.to_bytes(8, "big")))
+
+
+def _mark_path(path: Path) -> Path:
+    return path.with_name(path.name + ".mark")
+
+
+def _read_mark(path: Path) -> int:
+    """How many events were acknowledged at least; 0 where no readable mark is."""
+    try:
+        data = _mark_path(path).read_bytes()
+    except OSError:
+        return 0
+    whole = len(data) == 12 and crc32(data[:8]).to_bytes(4, "big") == data[8:]
+    return int.from_bytes(data[:8], "big") if whole else 0
+
+
+def _write_mark(path: Path, length: int) -> None:
+    """Never fails a commit, which is durable by now: without its mark only a check is lost."""
+    data = length.to_bytes(8, "big")
+    with suppress(OSError):
+        _mark_path(path).write_bytes(data + crc32(data).to_bytes(4, "big"))
 
 
 def _journal_error(path: Path, error: sqlite3.Error) -> RunFolderError | StorageError:
