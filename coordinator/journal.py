@@ -104,8 +104,8 @@ class Journal:
         if self._next < acknowledged:
             self._db.close()
             raise RunFolderError(
-                f"{path} has lost events {self._next} to {acknowledged - 1}, which were acknowledged (a damaged "
-                f"disk, or an old copy): restore a newer copy. Going on would contradict receipts that were "
+                f"{path} has lost events {self._next} to {acknowledged - 1}, which were acknowledged (a "
+                "damaged disk, or an old copy): restore a newer copy. Going on would contradict what was "
                 f"signed; to do so all the same, delete {_mark_path(path)}"
             )
 

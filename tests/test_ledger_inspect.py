@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,23 @@ from test_ledger import (
 
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.identity import peer_id_of
-from barnraise.protocol.ledger import BanLifted, LedgerEntry, NodeBanned, NodeJoined, verify_ledger
+from barnraise.protocol.ledger import (
+    BanLifted,
+    ClawedBack,
+    LedgerEntry,
+    NodeBanned,
+    NodeJoined,
+    Restored,
+    verify_ledger,
+)
 from barnraise.protocol.ledger_file import open_ledger, write_ledger
 from barnraise.protocol.ledger_proof import check_proof, decode_proof, encode_proof, make_proof
 from barnraise.protocol.ledger_standings import DAY_MS, HALF_LIFE_MS, recent_average, standings
 from barnraise.protocol.messages import Signed, TreeHead
 from barnraise.protocol.signatures import check_here, claim_of, process_pool
 from barnraise.tui import main as command_line
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 WEEK = HALF_LIFE_MS
 
@@ -166,7 +177,7 @@ def test_a_parquet_file_has_the_same_rows(tmp_path: Path) -> None:
 def test_without_pyarrow_parquet_is_refused_with_the_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     file = saved(tmp_path / "l.bin", STORY)
     assert call("ledger", "show", file, "--parquet", tmp_path / "l.parquet") == 1
     assert "pip install 'barnraise[parquet]'" in capsys.readouterr().err
@@ -268,3 +279,63 @@ def test_signatures_are_checked_in_processes_as_they_are_here() -> None:
     assert [number for number, good in enumerate(found) if not good] == [700]
     assert told[:3] == [512, 1024, 1300]
     assert [(p.rule, "tree head 700" in p.text) for p in report.problems] == [("head-signed", True)]
+
+
+def test_claw_backs_in_a_circle_end_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = submitted(1, ANN).submission_id, submitted(2, BEN).submission_id
+    circle: list[LedgerEntry] = [
+        kind(
+            at_ms=9,
+            lease_id=bytes([number]) * 16,
+            submission_id=submission,
+            node=node,
+            cause=cause,
+            credit=2**53,
+            evidence=bytes(32),
+        )
+        for kind in (ClawedBack, Restored)
+        for number, node, submission, cause in ((1, ANN, one, two), (2, BEN, two, one), (1, ANN, one, one))
+    ]
+    file = saved(tmp_path / "l.bin", [*STORY, *circle])
+    assert call("ledger", "verify", file) == 1
+    said = capsys.readouterr().out
+    assert [f"entry {index}: claw-back-owed" in said for index in (16, 17, 18)] == [True] * 3
+    assert [f"entry {index}: restore-overturned" in said for index in (19, 20, 21)] == [True] * 3
+    assert call("ledger", "unit", file, "1") == 0
+    assert call("ledger", "top", file, "--json") == 0
+    out = capsys.readouterr().out.splitlines()[-1]
+    assert [node["credit"] for node in json.loads(out)["nodes"]] == [160, 120]
+
+
+def test_a_ledger_cut_anywhere_is_wrong_or_unusable_and_never_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = saved(tmp_path / "l.bin", STORY).read_bytes()
+    cut = tmp_path / "cut.bin"
+    for end in range(0, len(whole), 211):
+        cut.write_bytes(whole[:end])
+        assert call("ledger", "verify", cut) == 1
+        for command in (("show",), ("top",), ("node", "ann"), ("unit", "1"), ("prove", "1")):
+            assert call("ledger", command[0], cut, *command[1:]) in (0, 2)
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_benchmark_measures_what_it_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import ledger as benchmark
+
+    benchmark.main(["--json", "--entries", "300", "--appends", "60", "--waiting", "8"])
+    measured = json.loads(capsys.readouterr().out)
+    assert benchmark.__doc__ is not None
+    documented = {
+        *(
+            "append_per_s",
+            "prove_ms",
+            "check_ms",
+            "verify_entries_per_s_per_core",
+            "open_s",
+            "bytes_per_entry",
+        ),
+        *("longest_pause_ms", "ed25519_per_s_per_core", "replay_s_per_million"),
+    }
+    assert documented <= measured.keys()
+    assert all(name in benchmark.__doc__ for name in documented)
