@@ -4,7 +4,7 @@
 
 ``append_per_s``: entries per second that are durable (through the coordinator's own core: decided, applied,
 hashed, journaled with one fsync per group, acknowledged), with ``waiting`` callers at a time; the verdicts
-among them carry a signed receipt. ``longest_pause_ms``: the longest that the event loop stood still meanwhile.
+among them carry a signed receipt. ``longest_pause_ms``: how long the event loop stood still at most.
 ``prove_ms``, ``check_ms``: an inclusion proof in a log of ``entries``, made, and checked together with its
 tree head's signature (medians). ``verify_entries_per_s_per_core``: a whole ledger file audited in one process
 (read, rules, balances, tree), with a receipt for each verdict; ``ed25519_per_s_per_core``: bare signature
