@@ -247,10 +247,11 @@ class Table:
     def _volunteers(self, cut: Any, scaffold: Done) -> None:
         plan = self.plan
         local = plan.block // (plan.rounds * plan.contributors)
-        for label, leaving, kind in (
-            ("volunteers", 0.0, "float32"),
-            ("volunteers, 30 % leave", 0.3, "float32"),
-            ("volunteers, 8-bit differences", 0.0, "int8"),
+        for label, leaving, spares, kind in (
+            ("volunteers", 0.0, 0, "float32"),
+            ("volunteers, 30 % leave, nobody steps in", 0.3, 0, "float32"),
+            ("volunteers, 30 % leave, places lent anew", 0.3, 2, "float32"),
+            ("volunteers, 8-bit differences", 0.0, 0, "int8"),
         ):
             pending = [
                 self.start(
@@ -263,6 +264,7 @@ class Table:
                     contributors=plan.contributors,
                     local_steps=local,
                     leaving=leaving,
+                    spares=spares,
                     kind=kind,
                 )
                 for number in range(cut.blocks)
@@ -302,7 +304,7 @@ def shape(tables: list[Table]) -> dict[str, bool]:
     inside = statistics.mean(value for table in tables for value in table.notes["block in scaffold"])
     cold, long = ppl("K=2 grown, cold"), ppl("K=2 grown, long joint tune")
     whole = ppl("monolithic, equal compute")
-    lost = ppl("K=2 grown, volunteers, 30 % leave") / ppl("K=2 grown, volunteers")
+    lost = ppl("K=2 grown, volunteers, 30 % leave, places lent anew") / ppl("K=2 grown, volunteers")
     return {
         "cold is clearly worse than a block inside its scaffold": cold > 1.03 * inside,
         "without a scaffold far worse": ppl("no scaffold at all, cold") > 1.5 * ppl("K=2 random, cold"),

@@ -301,11 +301,14 @@ def volunteers(
     kind: DeltaFormat = "float32",
     outer: tuple[float, float] = (0.7, 0.9),
     trim: float = 0.0,
+    spares: int = 0,
 ) -> Done:
     """One block by several volunteers: local steps, encoded differences, outer Nesterov; some vanish.
 
-    ``leaving``: chance that a contributor's difference never arrives; its tokens are spent all
-    the same. ``seconds`` is the sum over rounds of the slowest contributor: the critical path.
+    ``leaving``: chance that a contributor leaves before its difference arrives, at any moment of
+    its unit with the same chance; ``spares``: how often a round lends such a place anew, with other
+    text. What was trained in vain counts as tokens. ``seconds`` is the sum over rounds of the
+    place that took longest: the critical path.
     """
     torch.set_num_threads(1)
     frame = scaffold_of(world, cut, scaffold)
@@ -313,31 +316,40 @@ def volunteers(
     momentum: Tensors | None = None
     residuals: list[Tensors | None] = [None] * contributors
     chance = random.Random(seed * 1009 + number)
-    path, arrived = 0.0, 0
+    path, arrived, wasted, took = 0.0, 0, 0.0, 0.0
+    fresh = rounds * contributors  # units of text from here on are for places lent anew
     rule = recipe(world, rounds * local_steps)
     for turn in range(rounds):
         received = []
-        slowest = 0.0
+        longest = 0.0  # units of work, one after the other, that a place needed
         for slot in range(contributors):
+            unit, spent, arrives = turn * contributors + slot, 0.0, False
+            for _ in range(1 + spares):
+                arrives = chance.random() >= leaving
+                if arrives:
+                    break
+                spent += chance.random() if spares else 1.0
+                unit, fresh = fresh, fresh + 1
+            longest = max(longest, spent + arrives)
+            wasted += spent
+            if not arrives:
+                continue
             trainer = BlockTrainer(
                 world.config(), cut, frame, number, rule, start_state(weights), turn * local_steps
             )
-            at = (turn * contributors + slot) * local_steps
-            work = batches(world, seed, (number, cut.blocks), at, local_steps)
+            work = batches(world, seed, (number, cut.blocks), unit * local_steps, local_steps)
             started = time.process_time()
             trainer.train(work)
-            slowest = max(slowest, time.process_time() - started)
+            took = max(took, time.process_time() - started)
             data, residual = encode_delta(difference(trainer.state().weights, weights), kind, residuals[slot])
-            if chance.random() < leaving:
-                continue
             residuals[slot] = residual
             received.append(decode_delta(data, kind, weights))
-        path += slowest
+        path += longest * took
         if received:
             arrived += len(received)
             weights, momentum = outer_step(weights, trimmed_mean(received, trim), momentum, *outer)
     done = BlockTrainer(world.config(), cut, frame, number, rule, start_state(weights), 0)
-    steps = rounds * contributors * local_steps
+    steps = round((arrived + wasted) * local_steps)
     above, below = sum(cut.slice_layers[number + 1 :]), sum(cut.slice_layers[:number])
     return Done(
         path=_save(world, name, dict(weights)),
@@ -346,7 +358,7 @@ def volunteers(
         train_flops=steps
         * step_flops(world, trained=cut.block_layers[number], above=above, below=below, head_trained=False),
         tokens=steps * world.step_tokens,
-        extra={"arrived": arrived, "sent": rounds * contributors},
+        extra={"arrived": arrived, "places": rounds * contributors, "wasted": wasted},
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ SIZES = {"80x24": (80, 24), "120x40": (120, 40)}
 STEP_S = 3.0
 STEPS = 40
 _GB = 10**9
+_REMOTE_FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # a picture fetches nothing
+ASKED = {
+    "run_id": "06e213deed0897cf33687611ecbb3a7abd2ab2c61cc1a7e37508c909fcda1a84",
+    "fields": [
+        ["run", "reverse (06e213deed0897cf)"],
+        ["operator", "key e91c f058 86c1 61ca"],
+        ["model", "demo, 793,984 parameters, 3.2 MB a version"],
+        ["environment", "reverse"],
+        ["phase", "reinforcement learning, 40 versions"],
+        ["your part", "generates completions on 2 threads"],
+        ["memory", "about 0.4 GB"],
+        ["disk", "up to 20 GB in ~/.local/share/barnraise (412 GB are free)"],
+    ],
+}
 
 Shot = tuple[str, tuple[str, ...]]
 SHOTS: tuple[Shot, ...] = (
@@ -141,23 +156,31 @@ class Recording:
         app.take_state(cleaned(self.dressed()))
 
 
-async def shoot(out: Path, folder: Path, *, light: bool = False) -> list[Path]:
-    """Write a picture of each screen at each size into ``out``."""
+async def shoot(out: Path, folder: Path) -> list[Path]:
+    """Write the pictures of ``folder``'s recording into ``out``: each screen, the overview large and light too."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for size_name, size in SIZES.items():
-        for name, keys in SHOTS:
-            recording = Recording(folder)
-            app = NodeApp(folder, light=light, ascii=False, clock=recording.clock, watch=False)
-            async with app.run_test(size=size, tooltips=False) as pilot:
-                recording.play(app)
-                await pilot.press(*keys)
-                await settle(app)
-                await pilot.pause()
-                svg = app.export_screenshot(title="barnraise")
-            path = out / f"{name}-{size_name}{'-light' if light else ''}.svg"
-            path.write_text(svg, encoding="utf-8")
-            written.append(path)
+    more = (
+        ("overview", (), "120x40", False),
+        ("overview", (), "80x24", True),
+        ("consent", (), "80x24", False),
+    )
+    for name, keys, size, light in (*((name, keys, "80x24", False) for name, keys in SHOTS), *more):
+        recording = Recording(folder)
+        app = NodeApp(folder, light=light, ascii=False, clock=recording.clock, watch=False)
+        async with app.run_test(size=SIZES[size], tooltips=False) as pilot:
+            recording.play(app)
+            if name == "consent":
+                app.take_state(cleaned(recording.dressed() | {"consent": ASKED}))
+            await pilot.press(*keys)
+            await settle(app)
+            await pilot.pause()
+            svg = app.export_screenshot(title="barnraise")
+        path = out / f"{name}{'-large' if size == '120x40' else ''}{'-light' if light else ''}.svg"
+        path.write_text(
+            _REMOTE_FONTS.sub("", svg).replace("Fira Code", "Fira Code, monospace"), encoding="utf-8"
+        )
+        written.append(path)
     return written
 
 
