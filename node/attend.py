@@ -23,6 +23,7 @@ from barnraise.protocol.errors import (
     PeerError,
     RefusedError,
     SignatureError,
+    StorageError,
     VersionError,
 )
 from barnraise.protocol.identity import fingerprint
@@ -232,6 +233,7 @@ async def _heartbeats(ctx: Context, session: Session) -> None:
 async def _catch_up_receipts(ctx: Context, session: Session) -> None:
     """Fetch the verdicts that we missed (R16), page by page."""
     assert ctx.receipts is not None
+    ctx.receipts_refused = ""
     try:
         while True:
             start = ctx.receipts.next_index
@@ -288,8 +290,14 @@ def _believe_head(ctx: Context, head: Signed | None) -> int:
 def _receipt(ctx: Context, signed: Signed) -> None:
     assert ctx.receipts is not None
     assert ctx.pending is not None
+    if ctx.receipts_refused:
+        return  # they are asked for again, all of them, once there is room
     try:
         receipt = ctx.receipts.add(signed)
+    except StorageError as error:
+        ctx.receipts_refused = str(error)
+        ctx.say(f"a receipt was not kept, it will be asked for again: {error}", logging.ERROR)
+        return
     except BarnraiseError as error:
         ctx.say(f"a receipt was not kept: {error}", logging.ERROR)
         return

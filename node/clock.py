@@ -32,6 +32,11 @@ class Clock:
         """When, on the clock of ``mono``, the coordinator's clock will show ``coordinator_ms``."""
         return mono + (coordinator_ms - self.coordinator_ms()) / 1000
 
+    def slept(self, seconds: float) -> None:
+        """The machine slept, which is known and told: the next comparison need not."""
+        if self._last is not None:
+            self._last = (self._last[0] + round(seconds * 1000), self._last[1])
+
     def compare(self, sent_ms: int, received_ms: int, theirs_ms: int, mono: float) -> list[str]:
         """Take in one reply that quotes the coordinator's time; return warnings for a person.
 

@@ -24,7 +24,7 @@ from barnraise.node.model import Event, State
 from barnraise.node.pending import PendingWork
 from barnraise.node.prefetch import Prefetch
 from barnraise.node.receipts import ReceiptBook
-from barnraise.node.rules import Verdict
+from barnraise.node.rules import Suspension, Verdict
 from barnraise.node.state import Facts, state_tree
 from barnraise.node.traffic import Limits
 from barnraise.node.units import Units
@@ -86,6 +86,8 @@ class Context:
     sensors: Sensors | None = None
     seen: Seen = field(default_factory=Seen)  # lately; see barnraise.node.guard
     verdict: Verdict = field(default_factory=Verdict)
+    full: Suspension | None = None  # the disk is, see barnraise.node.room
+    receipts_refused: str = ""  # by the disk: why; those after it are not taken, so that no gap is left
     engine_limits: EngineLimits | None = None  # what the engine was told last
     wake: Signal = field(default_factory=Signal)
     changed: Changed = field(default_factory=Changed)

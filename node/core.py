@@ -47,6 +47,7 @@ from barnraise.node.model import (
     Restored,
     Retry,
     Returned,
+    Slept,
     State,
     Stop,
     StopEngine,
@@ -194,6 +195,8 @@ def _fold(state: State, event: Event, now: float) -> State:
             return _command(state, mode, until, now)
         case Held(reason):
             return replace(state, held=event if reason else None)
+        case Slept(seconds):
+            return _slept(state, seconds)
         case DeadlineMoved(lease_id, deadline):
             if state.unit is None or state.unit.lease_id != lease_id:
                 return state
@@ -223,6 +226,26 @@ def _command(state: State, mode: Mode, until: float | None, now: float) -> State
     if mode != "leave" and state.complete and state.exit_when_complete:
         stop_by = state.stop_by
     return replace(state, mode=mode, pause_until=until if mode == "pause" else None, stop_by=stop_by)
+
+
+def _slept(state: State, seconds: float) -> State:
+    def sooner(retry: Retry) -> Retry:
+        return replace(retry, at=retry.at - seconds)
+
+    held, unit, until = state.held, state.unit, state.pause_until
+    if held is not None and held.until is not None:
+        held = replace(held, until=held.until - seconds)
+    return replace(
+        state,
+        pause_until=None if until is None else until - seconds,
+        held=held,
+        unit=None if unit is None else replace(unit, deadline=unit.deadline - seconds),
+        link_retry=sooner(state.link_retry),
+        fetch_retry=sooner(state.fetch_retry),
+        engine_retry=sooner(state.engine_retry),
+        ask_retry=sooner(state.ask_retry),
+        upload_retry=sooner(state.upload_retry),
+    )
 
 
 def _granted(state: State, unit: Unit) -> State:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core, guard, hardware, overlay, reach, witness
+from barnraise.node import actions, core, guard, hardware, overlay, reach, room, sleep, witness
 from barnraise.node.appeal import appeal
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
@@ -199,6 +199,7 @@ async def run_node(
     *,
     approve: Approve | None = None,
     sensors: Sensors | None = None,
+    asleep: sleep.SleepClock | None = None,
     task_status: Starting = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Lend a machine to a run until it is told to stop; return the exit code.
@@ -206,7 +207,8 @@ async def run_node(
     ``now_ms`` is the wall clock (ms since the epoch), ``rng`` draws jitter and
     orders. ``approve`` is asked once per unknown run (``barnraise.node.consent``). The handle
     for viewers is handed to ``task_status``. ``sensors`` tell of the machine and the person
-    (``barnraise.node.guard``); without, nothing is known of either. Cancelling ends the node at once; the
+    (``barnraise.node.guard``); without, nothing is known of either. ``asleep`` tells how long the
+    machine has slept (``barnraise.node.sleep``). Cancelling ends the node at once; the
     lease at work is then given back by the next start.
 
     Exit codes: 0 left, finished or run complete; 3 protocol version refused;
@@ -248,7 +250,9 @@ async def run_node(
             nursery.start_soon(hardware.watch, ctx)
             nursery.start_soon(witness.watch, ctx)
             nursery.start_soon(_count_traffic, ctx)
+            nursery.start_soon(room.watch, ctx)
             nursery.start_soon(guard.watch, ctx)
+            nursery.start_soon(sleep.watch, ctx, asleep)
             nursery.start_soon(_tidy_units, ctx)
             stop = await _decide(ctx, nursery)
             nursery.cancel_scope.cancel()

@@ -104,6 +104,7 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
     from barnraise.node.engine_child import NICE, ChildEngine
     from barnraise.node.machine import Machine
     from barnraise.node.presence_sources import open_sources
+    from barnraise.node.sleep import sleep_clock
 
     code = EXIT_INTERRUPTED
     engine = ChildEngine(threads=config.threads, log=config.data / "engine.log", nice=NICE)
@@ -120,6 +121,7 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
                 random.SystemRandom(),
                 approve=_asker(config),
                 sensors=Machine(open_sources()),
+                asleep=sleep_clock(),
                 task_status=task_status,
             )
             nursery.cancel_scope.cancel()
@@ -188,10 +190,9 @@ def _locked(config: NodeConfig) -> Iterator[None]:
                 f"another node{f' (process {pid})' if pid else ''} uses {config.data}: "
                 "stop it, or choose another folder with --data (and another --key)"
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk; whose lock it is then stays unsaid
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), f"{os.getpid()}\n".encode(), 0)
         yield
 
 
@@ -220,6 +221,33 @@ class _Screen(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
+class _File(RotatingFileHandler):
+    """``node.log``, as far as the disk takes it: a full one never stops the node, nor fills the screen."""
+
+    _silent = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._drop()
+        if not self._silent:
+            self._silent = True
+            print(f"barnraise: cannot write {self.baseFilename}: {error.strerror or error}", file=sys.stderr)
+
+    def _drop(self) -> None:
+        """Close the file; the next line opens it again. What its buffer holds is lost."""
+        stream, self.stream = self.stream, None
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def _on_screen(record: logging.LogRecord) -> bool:
     if getattr(record, "file_only", False):
         return False
@@ -233,7 +261,7 @@ def _logging(config: NodeConfig) -> Iterator[None]:
     screen.setFormatter(_Lines(config.json_lines))
     screen.addFilter(_on_screen)
     try:
-        file = RotatingFileHandler(config.log_path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
+        file = _File(config.log_path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the log {config.log_path}: {error.strerror or error}") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))

@@ -238,6 +238,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Slept:
+    """The machine slept for ``seconds`` that our clock did not count: every moment has come closer."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlineMoved:
     """The clocks were compared again: the lease at work ends at another local moment (R26)."""
 
@@ -286,6 +293,7 @@ Event = (
     | Returned
     | Command
     | Held
+    | Slept
     | DeadlineMoved
     | Restored
     | Fatal

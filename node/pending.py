@@ -66,6 +66,7 @@ class PendingWork:
         self._folder = folder
         self._lease_path = folder.parent / "lease.bin"
         self._submissions: dict[bytes, tuple[Path, Signed, bytes]] = {}
+        self._unsaved: dict[bytes, None] = {}  # oldest first
         self._next = 0
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
@@ -73,7 +74,7 @@ class PendingWork:
 
     def _restore(self, path: Path, run_id: bytes, public_key: bytes) -> None:
         if path.name.startswith(".tmp-"):
-            path.unlink(missing_ok=True)
+            _unlink(path)
             return
         try:
             if path.stat().st_size > MAX_SUBMISSION + 1024:
@@ -85,7 +86,7 @@ class PendingWork:
                 raise StorageError("of another run")
         except (BarnraiseError, OSError, ValueError) as error:
             log.warning("deleted %s, which is no submission of ours: %s", path, error)
-            path.unlink(missing_ok=True)
+            _unlink(path)
             return
         self._next = max(self._next, number + 1)
         self._submissions[content_id(signed)] = (path, signed, work.lease_id)
@@ -113,8 +114,11 @@ class PendingWork:
     def add(self, signed: Signed, lease_id: bytes) -> bytes:
         """Keep a submission until ``drop``; returns its content id.
 
+        If the disk refuses, it is kept in memory (``unsaved``): finished work is not thrown away
+        because of that, only a crash would lose it. ``save`` tries again.
+
         Raises:
-            StorageError: the disk refused, or too many wait already.
+            StorageError: too many wait already.
         """
         if len(self._submissions) >= MAX_FILES:
             raise StorageError(
@@ -122,19 +126,42 @@ class PendingWork:
             )
         submission_id = content_id(signed)
         path = self._folder / f"{self._next:08d}-{submission_id.hex()[:16]}.bin"
-        write_durably(path, wire.encode(signed))
         self._next += 1
         self._submissions[submission_id] = (path, signed, lease_id)
-        self.clear_lease(lease_id)
+        self._unsaved[submission_id] = None
+        with contextlib.suppress(StorageError):
+            self.save()
         return submission_id
+
+    @property
+    def unsaved(self) -> int:
+        """How many submissions are in memory alone."""
+        return len(self._unsaved)
+
+    def save(self) -> None:
+        """Write what is in memory alone.
+
+        Raises:
+            StorageError: the disk refused; says how much is needed where.
+        """
+        for submission_id in tuple(self._unsaved):
+            path, signed, lease_id = self._submissions[submission_id]
+            write_durably(path, wire.encode(signed))
+            del self._unsaved[submission_id]
+            self.clear_lease(lease_id)
 
     def drop(self, submission_id: bytes, kept: KeptWork | None = None) -> None:
         """Forget an acknowledged or refused submission, or move it to ``kept``; unknown ids are fine."""
         entry = self._submissions.pop(submission_id, None)
-        if entry is not None and kept is not None:
+        if entry is None:
+            return
+        if submission_id in self._unsaved:
+            del self._unsaved[submission_id]
+            self.clear_lease(entry[2])
+        elif kept is not None:
             kept.take(submission_id, entry[0])
-        elif entry is not None:
-            entry[0].unlink(missing_ok=True)
+        else:
+            _unlink(entry[0])
 
     def keep_lease(self, signed: Signed) -> None:
         """Remember the lease at work, so that a restarted node can go on or give it back. Best effort."""
@@ -146,7 +173,7 @@ class PendingWork:
     def clear_lease(self, lease_id: bytes) -> None:
         """Forget the lease at work if it is this one."""
         if self.left_lease() == lease_id:
-            self._lease_path.unlink(missing_ok=True)
+            _unlink(self._lease_path)
 
     def left_lease(self) -> bytes | None:
         """The lease that is (or was, before a crash) at work."""
@@ -162,6 +189,14 @@ class PendingWork:
             return wire.decode(self._lease_path.read_bytes(), Signed)
         except (OSError, BarnraiseError):
             return None
+
+
+def _unlink(path: Path) -> None:
+    """Delete, if the disk lets us: what stays is sent once more, and counts once (R17)."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("cannot delete %s: %s", path, error.strerror or error)
 
 
 def _lease_id(signed: Signed, type_: type[RolloutLease] | type[BlockLease]) -> bytes:

@@ -184,11 +184,13 @@ class ReceiptBook:
 
     def _append(self, data: bytes) -> None:
         try:
-            with self.path.open("ab") as file:
-                start = file.tell()
+            # Unbuffered: what a buffer still holds would be written again by truncating or closing.
+            with self.path.open("ab", buffering=0) as file:
+                start = file.seek(0, os.SEEK_END)
                 try:
-                    file.write(data)
-                    file.flush()
+                    left = memoryview(data)
+                    while left:  # a disk that fills up takes a part first
+                        left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except OSError:
                     file.truncate(start)  # a half-written record must not precede the next

@@ -211,10 +211,10 @@ class Session:
             self._end("the session was cancelled")
             await _finish(self._stream, clean)
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "the session was closed") -> None:
         """End the session; requests under way fail with ``PeerError``."""
+        self._end(reason)
         self._scope.cancel()
-        self._end("the session was closed")
         await _finish(self._stream, True)
 
     async def wait_ended(self) -> str:
@@ -248,6 +248,7 @@ class Session:
             if left is None:
                 raise PeerError(f"{self.peer_id} does not read: too much waits to be sent before {what}")
             answer: Message | None = None
+            lost = False  # raised below: beside a cancellation, ``except*`` would wrap it in a group
             with trio.move_on_after(MESSAGE_TIMEOUT_S) as scope:
                 try:
                     async with trio.open_nursery() as nursery:
@@ -255,9 +256,9 @@ class Session:
                         answer = await receive.receive()
                         nursery.cancel_scope.cancel()
                 except* trio.EndOfChannel:
-                    raise PeerError(
-                        f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}"
-                    ) from None
+                    lost = True
+            if lost:
+                raise PeerError(f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}")
             if answer is None:
                 raise PeerError(f"{self.peer_id} did not answer {what} within {seconds:g} s")
             if isinstance(answer, Refusal):

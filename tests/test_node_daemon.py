@@ -367,6 +367,8 @@ async def node(
     engine: ScriptedEngine | None = None,
     identity: Identity | None = None,
     sensors: Sensors | None = None,
+    asleep: Callable[[], float] | None = None,
+    wall_ahead: Callable[[], float] = lambda: 0.0,
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A running daemon, cancelled (as by kill -9, as far as the disk is concerned) on leaving."""
@@ -382,9 +384,10 @@ async def node(
                 network,
                 engine,
                 identity,
-                lambda: EPOCH_MS + round(trio.current_time() * 1000),
+                lambda: EPOCH_MS + round((trio.current_time() + wall_ahead()) * 1000),
                 random.Random(7),
                 sensors=sensors,
+                asleep=asleep,
                 task_status=task_status,
             )
             started[0].exit_codes.append(code)
