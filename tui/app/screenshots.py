@@ -157,7 +157,7 @@ class Recording:
 
 
 async def shoot(out: Path, folder: Path) -> list[Path]:
-    """Write pictures of ``folder``'s recording into ``out``: each screen, and the overview large and light."""
+    """Write pictures of ``folder``'s recording into ``out``: each screen, the overview thrice."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     more = (
