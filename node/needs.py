@@ -92,7 +92,7 @@ def description(spec: RunSpec, run_id: bytes, machine: Machine) -> list[Field]:
         ("disk", f"about {_size(asks.disk)}; you allow {_size(machine.disk)}{free}{warning}"),
         (
             "memory",
-            f"about {_size(asks.memory)} for weights ({model.compute_dtype}), caches and the engine come on top",
+            f"about {_size(asks.memory)} of weights ({model.compute_dtype}); caches and engine come on top",
         ),
         ("environment", printable(spec.environment.name)),
         ("your part", f"{_part(spec)}, on {machine.threads} thread{'s' if machine.threads > 1 else ''}"),
