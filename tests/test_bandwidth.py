@@ -48,6 +48,7 @@ def least_window(passed: Passed, begin: float, end: float) -> int:
 def test_no_window_of_five_seconds_is_over_the_cap_whatever_the_demand(
     rate: int, begin: float, gaps: list[float], seed: int
 ) -> None:
+    """R12."""
     rng = random.Random(seed)
     bucket, now = Bucket(rate), begin
     passed: Passed = []
@@ -220,6 +221,7 @@ async def flow(
 async def test_receiving_keeps_to_its_cap_and_uses_it(
     streams: int, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R12: within 10 % over any 5 s."""
     begin = trio.current_time()
     _, received = await flow(None, 250_000, streams, 12, lambda up: None)
     assert worst_window(received) <= 1.1 * 250_000 * WINDOW_S

@@ -19,6 +19,7 @@ def test_equal_majors_work_together_whatever_the_minor() -> None:
 
 
 def test_the_old_side_is_told_that_it_is_old_and_how_to_update() -> None:
+    """R20."""
     verdict = compatible(version(1), version(2, 3))
     assert not verdict.compatible
     assert verdict.for_us == (

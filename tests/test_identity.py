@@ -91,6 +91,7 @@ def test_a_fingerprint_is_short_and_grouped() -> None:
 
 
 def test_a_key_file_is_private_complete_and_read_back(tmp_path: Path) -> None:
+    """R8."""
     identity = Identity.generate()
     path = tmp_path / "new" / "folder" / "node.key"
     save_identity(identity, path)

@@ -455,6 +455,7 @@ async def test_a_lease_that_comes_again_is_never_worked_on_twice(
 async def test_work_is_sent_again_after_the_coordinator_was_killed_before_it_acknowledged(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R2, R17."""
     swarm, boss = MemorySwarm(latency_s=0.01), Coordinator(tmp_path / "boss")
     boss.publish()
     killed = trio.Event()
@@ -502,6 +503,7 @@ async def test_work_is_sent_again_after_the_coordinator_was_killed_before_it_ack
 async def test_a_restarted_node_sends_what_it_had_signed_and_gives_its_lease_back(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R4, R6, R17."""
     swarm, boss = MemorySwarm(latency_s=0.01), Coordinator(tmp_path / "boss")
     boss.publish()
     identity = Identity.generate()
@@ -526,6 +528,7 @@ async def test_a_restarted_node_sends_what_it_had_signed_and_gives_its_lease_bac
 async def test_receipts_missed_while_away_are_fetched(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R16."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     boss.publish()
     identity = Identity.generate()
@@ -573,6 +576,7 @@ async def test_a_lost_push_of_a_head_is_made_up_for_by_heartbeats(
 async def test_pause_stops_the_engine_and_returns_the_lease_within_two_seconds(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R13."""
     swarm, boss = MemorySwarm(latency_s=0.05), Coordinator(tmp_path / "boss")
     boss.publish()
     async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
@@ -642,6 +646,7 @@ async def test_out_of_memory_is_retried_smaller_once_and_the_node_lives(
 async def test_a_killed_engine_is_reported_and_loaded_again(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R5."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     boss.publish()
     engine = ScriptedEngine(failures=[ChildError("the engine was killed: out of memory")])
@@ -692,6 +697,7 @@ async def test_a_manifest_signed_by_another_key_is_refused_and_work_goes_on(
 async def test_a_duplicate_key_notice_is_shown(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R9."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     boss.publish()
     async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
@@ -704,6 +710,7 @@ async def test_a_duplicate_key_notice_is_shown(
 async def test_a_node_whose_key_another_machine_took_stays_away_instead_of_fighting(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R9."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     boss.publish()
     async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
@@ -753,6 +760,7 @@ async def test_a_refused_submission_is_dropped_and_the_reason_shown(
 async def test_a_rejection_names_check_threshold_value_and_place(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """R18."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss", accept=False)
     boss.publish()
     async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
@@ -766,6 +774,7 @@ async def test_a_rejection_names_check_threshold_value_and_place(
 async def test_a_version_refusal_ends_with_the_cure_and_its_exit_code(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """R20."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     real = hello.our_hello()
 
@@ -826,6 +835,7 @@ async def test_a_refused_join_is_retried_and_shown(
 async def test_a_skewed_clock_is_measured_and_deadlines_are_judged_with_it(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R26."""
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss", clock_ahead_ms=-10 * 60_000)
     boss.publish()
     engine = ScriptedEngine(seconds=1000.0)
@@ -864,6 +874,7 @@ async def test_no_state_is_silent_for_more_than_thirty_seconds(
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
 ) -> None:
+    """R2, R3."""
     caplog.set_level("INFO", "barnraise.node")
     swarm = MemorySwarm()
     nobody = Identity.generate().peer_id

@@ -30,6 +30,7 @@ def reply(observed: str, *ports: PortReach, message: str = "") -> ReachReply:
 async def test_a_node_that_can_be_dialled_is_told_so_and_one_that_cannot_is_told_why(
     autojump_clock: MockClock,
 ) -> None:
+    """R1."""
     swarm = MemorySwarm(latency_s=0.01)
     outcomes: list[Any] = []
     async with (
@@ -99,6 +100,7 @@ async def test_the_address_to_dial_is_never_the_askers_to_choose(autojump_clock:
 
 
 def test_what_a_person_reads_says_what_would_change_it() -> None:
+    """R1."""
     claimed = [f"/ip4/192.168.1.5/tcp/4600/p2p/{PEER}"]
     shut = PortReach(port=4600, address="", error="no answer")
     nat = judge(claimed, reply("/ip4/198.51.100.3/tcp/9", shut))

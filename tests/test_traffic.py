@@ -101,6 +101,7 @@ async def test_an_unusable_limit_is_refused_and_changes_nothing(
 async def test_a_spent_quota_pauses_work_and_transfers_and_says_until_when(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R12."""
     swarm, boss = MemorySwarm(latency_s=0.01), Coordinator(tmp_path / "boss")
     boss.publish()
     month_ends = month_of(EPOCH_MS)[1]
@@ -160,6 +161,7 @@ async def test_the_count_survives_a_kill_and_loses_a_few_seconds_at_most(
 async def test_caps_are_shown_changed_by_command_and_obeyed_at_once(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R12."""
     swarm, boss = MemorySwarm(latency_s=0.01), Coordinator(tmp_path / "boss")
     for _ in range(3):
         boss.publish()

@@ -267,6 +267,7 @@ async def test_a_flipped_bit_costs_its_sender_and_not_the_receiver(
 async def test_a_stalling_peer_is_left_after_five_seconds(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R22."""
     async with swarm(tmp_path) as s:
         origin, stuck, node = [await s.party(name) for name in ("origin", "stuck", "node")]
         signed = publish(origin.store, tmp_path / "made")
@@ -287,6 +288,7 @@ async def test_a_stalling_peer_is_left_after_five_seconds(
 async def test_with_no_source_left_the_error_names_each_and_why(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R2, R22."""
     async with swarm(tmp_path) as s:
         origin, node = await s.party("origin"), await s.party("node")
         signed = publish(origin.store, tmp_path / "made")
@@ -321,6 +323,7 @@ async def test_a_new_source_that_appears_during_the_fetch_is_used(
 async def test_a_fetch_that_was_cut_off_resumes_with_what_is_on_disk(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R23."""
     async with swarm(tmp_path) as s:
         origin, node = await s.party("origin", bandwidth=64 * KIB), await s.party("node")
         signed = publish(origin.store, tmp_path / "made")
@@ -377,6 +380,7 @@ async def test_only_changed_files_are_fetched_for_the_next_version(
 async def test_the_newest_three_versions_stay_and_one_in_use_is_never_deleted(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R23."""
     async with swarm(tmp_path) as s:
         origin, node, other = [await s.party(name) for name in ("origin", "node", "other")]
         node.knows(origin.source(origin=True))
@@ -406,6 +410,7 @@ async def test_the_newest_three_versions_stay_and_one_in_use_is_never_deleted(
 async def test_after_a_restart_a_node_serves_and_uses_what_it_has_once_rehashed(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R23."""
     async with swarm(tmp_path) as s:
         origin, node, other = [await s.party(name) for name in ("origin", "node", "other")]
         signed = publish(origin.store, tmp_path / "made")
@@ -479,6 +484,7 @@ async def test_a_full_disk_stops_the_fetch_says_so_and_costs_nothing(
 async def test_too_little_disk_is_said_before_anything_is_fetched(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """R25."""
     async with swarm(tmp_path) as s:
         origin, node = await s.party("origin"), await s.party("node")
         signed = publish(origin.store, tmp_path / "made")
