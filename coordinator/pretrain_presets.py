@@ -220,10 +220,14 @@ def schedule(
 
 
 def tolerance(compute_dtype: Dtype) -> BlockTolerance:
-    """How far an honest volunteer's segment may lie from ours, by what volunteers compute in."""
+    """How far an honest volunteer's segment may lie from ours, by what volunteers compute in.
+
+    Measured on segments of 8 steps (docs/mot.md): honest bfloat16 0.022 at most (one tensor 0.041),
+    honest float32 3e-6; the smallest lie, a rate 20 % higher, 0.27.
+    """
     if compute_dtype == "bfloat16":
-        return BlockTolerance(update=0.5, first=0.5, second=0.3, worst_tensor=1.0, loss_increase=0.1)
-    return BlockTolerance(update=0.1, first=0.1, second=0.1, worst_tensor=0.3, loss_increase=0.1)
+        return BlockTolerance(update=0.2, first=0.2, second=0.2, worst_tensor=0.4, loss_increase=0.1)
+    return BlockTolerance(update=0.05, first=0.05, second=0.05, worst_tensor=0.15, loss_increase=0.1)
 
 
 def _joint(steps: int, rate: float, batch: int) -> JointRecipe:
@@ -271,7 +275,7 @@ def demo_choices(choices: Choices) -> Choices:
 
 
 def demo_settings() -> Settings:
-    """The demo's, with fewer versions. Not enough where pretraining stopped short: see docs/mot.md."""
+    """The demo's, with fewer versions: a model pretrained so far starts ahead of the ready-made one."""
     settings = presets.demo()
     return replace(settings, rollout=msgspec.structs.replace(settings.rollout, versions=25))
 

@@ -77,7 +77,9 @@ def test_ctrl_c_ends_the_demo_and_leaves_no_process(tmp_path: Path, monkeypatch:
     log = tmp_path / "demo.log"
     with log.open("wb") as out:
         demo = psutil.Popen(
-            barnraise("demo", "--plain", "--nodes", "1", "--keep", str(tmp_path / "kept")),
+            barnraise(
+                "demo", "--phase", "posttrain", "--plain", "--nodes", "1", "--keep", str(tmp_path / "kept")
+            ),
             env={**environment(), "XDG_CACHE_HOME": str(cache)},
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -30,7 +30,7 @@ EXAMPLES = examples(
     "demo",
     "demo --seed 1 --nodes 2 --keep ./demo-run",
     "demo --model smollm2 --json",
-    "demo --phase both          (first pretrains the model from nothing, block by block)",
+    "demo --phase posttrain     (a ready-made model, rewards alone: about a minute)",
     "status ./demo-run/run      (in another terminal, while it runs)",
 )
 PHASES = ("posttrain", "pretrain", "both")
@@ -50,7 +50,7 @@ def demo(
         "--minutes",
         metavar="MINUTES",
         min=0.0,
-        help="Train for at most this long, once all is up (0: 6; 12 to pretrain; 30 for smollm2).",
+        help="Train for at most this long, once all is up (0: 12; 6 for posttrain; 30 for smollm2).",
     ),
     model: str = typer.Option(
         "demo",
@@ -59,10 +59,11 @@ def demo(
         help="'demo' (0.8 M parameters, learns in minutes) or 'smollm2' (135 M).",
     ),
     phase: str = typer.Option(
-        "posttrain",
+        "",
         "--phase",
         metavar="PHASE",
-        help="'posttrain': improve a model by rewards; 'pretrain': make one from text in two blocks; 'both'.",
+        help="'pretrain': make a model from text in two blocks; 'posttrain': improve one by rewards; "
+        "'both' (default; smollm2: posttrain).",
     ),
     versions: int = typer.Option(
         0, "--versions", metavar="N", min=0, help="Policy versions to publish (0: the preset's)."
@@ -76,6 +77,7 @@ def demo(
     """Raise a model on this machine: one coordinator, three volunteers, a few minutes."""
     if model not in ("demo", "smollm2"):
         raise typer.BadParameter(f"'{model}' is neither 'demo' nor 'smollm2'", param_hint="--model")
+    phase = phase or ("both" if model == "demo" else "posttrain")
     if phase not in PHASES:
         raise typer.BadParameter(f"'{phase}' is none of {', '.join(PHASES)}", param_hint="--phase")
     if phase != "posttrain" and model != "demo":
