@@ -226,7 +226,7 @@ def tolerance(compute_dtype: Dtype) -> BlockTolerance:
     honest float32 3e-6; the smallest lie, a rate 20 % higher, 0.27.
     """
     if compute_dtype == "bfloat16":
-        return BlockTolerance(update=0.2, first=0.2, second=0.2, worst_tensor=0.4, loss_increase=0.1)
+        return BlockTolerance(update=0.2, first=0.2, second=0.2, worst_tensor=0.3, loss_increase=0.1)
     return BlockTolerance(update=0.05, first=0.05, second=0.05, worst_tensor=0.15, loss_increase=0.1)
 
 
