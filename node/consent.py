@@ -6,6 +6,9 @@ the commands ``agree`` and ``decline`` answer it. Nothing of the model is fetche
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import termios
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +18,12 @@ from barnraise.node.needs import Field
 from barnraise.protocol.errors import RefusedError
 
 Approve = Callable[[list[Field]], Awaitable[bool]]  # shown the run's description; whether to join
+
+
+def forget_typed_ahead() -> None:
+    """Drop what was typed at the terminal before a question was shown: it was no answer to it."""
+    with contextlib.suppress(termios.error, OSError, ValueError):  # no terminal: nothing was typed
+        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 class Consent:

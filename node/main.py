@@ -25,7 +25,7 @@ import trio
 
 from barnraise.node.chosen import settled
 from barnraise.node.config import NodeConfig
-from barnraise.node.consent import Approve, ask_viewers
+from barnraise.node.consent import Approve, ask_viewers, forget_typed_ahead
 from barnraise.node.daemon import NodeHandle, Starting, run_node
 from barnraise.node.needs import Field
 from barnraise.node.supervise import AFTER_CRASH, tell_ready
@@ -163,6 +163,7 @@ def _asker(config: NodeConfig) -> Approve | None:
         for label, text in fields:
             print(f"  {label:{width}}  {text}")
         question = "Join this run? [Y/n] "
+        forget_typed_ahead()
         try:
             answer = await trio.to_thread.run_sync(input, question, abandon_on_cancel=True)  # type: ignore[call-arg]
         except EOFError:

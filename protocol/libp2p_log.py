@@ -18,6 +18,12 @@ class _ToFiles(logging.Handler):
                     handler.handle(record)
 
 
+def _peers_doing(record: logging.LogRecord) -> bool:
+    """What the swarm calls an error is what some peer did, be it a scanner that hung up: nobody's alarm."""
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    return True
+
+
 def quiet_libp2p() -> None:
     """Keep libp2p's records out of the terminal; the program's log files get them."""
     for name in ("libp2p", "async_service", "multiaddr"):
@@ -26,5 +32,8 @@ def quiet_libp2p() -> None:
         logger.setLevel(logging.WARNING)
         if not any(isinstance(handler, _ToFiles) for handler in logger.handlers):
             logger.addHandler(_ToFiles())
+    swarm = logging.getLogger("libp2p.network.swarm")  # its failures are raised, too, and told by who dialled
+    if _peers_doing not in swarm.filters:
+        swarm.addFilter(_peers_doing)
     # This module calls logging.debug(), which gives the root logger a handler on stderr unasked.
     cast(Any, swarm_connection).logging = logging.getLogger("libp2p.network.connection")

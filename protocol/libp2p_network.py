@@ -318,7 +318,10 @@ class Libp2pNetwork:
             await _drop(tcp)
             reason = _reason(error)
             if "does not correspond" in reason or "mismatch" in reason.lower():
-                raise PeerError(f"another peer answers at {address}: {reason}") from error
+                raise PeerError(
+                    f"another peer answers at {address}, with another key than the address names: "
+                    "ask for the present address"
+                ) from error
             raise PeerError(f"cannot connect to {address}: {reason}") from error
         except BaseException:
             await _drop(tcp)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import stat
 import sys
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.identity import Identity, load_identity, peer_id_of
 from barnraise.tui import attached, background, first_start, join
 from barnraise.tui import main as command_line
+from barnraise.tui.console import print_rows
 from barnraise.tui.first_start import guide, is_first, proposed_disk
 from barnraise.tui.join_arguments import as_given
 
@@ -175,6 +179,35 @@ def test_consent_is_asked_at_the_terminal_before_the_app(
     assert answers == [("agree" if yes else "decline", "ab")]
     assert seen.what == (["app"] if yes else [])
     assert yes or "chose not to join" in shown.err
+
+
+def test_what_was_typed_before_the_question_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, person = pty.openpty()
+    with os.fdopen(person, "r") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(terminal, b"y\n\n")
+        asked: list[bool] = []
+
+        def confirm(question: str, default: bool) -> bool:
+            asked.append(bool(select.select([stdin], [], [], 0)[0]))
+            return False
+
+        monkeypatch.setattr(attached.typer, "confirm", confirm)
+        monkeypatch.setattr(attached, "send_command", lambda path, name, run_id: {})
+        select.select([stdin], [], [], 30)
+        assert not attached.answer(tmp_path, {"run_id": "ab", "fields": [["run", "barn"]]}, yes=False)
+        assert asked == [False]  # nothing was left to read
+    os.close(terminal)
+
+
+def test_a_strangers_words_reach_no_terminal_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows([("run", "\x1b[2Jbarn\x1b]0;x\x07\nnext"), ("\x1b[31mred", "\u202ex")])
+    shown = capsys.readouterr().out
+    assert "barn" in shown
+    assert "next" in shown
+    assert not [c for c in shown if not (c.isprintable() or c == "\n")]
 
 
 def test_an_error_on_the_way_up_reaches_the_person_with_its_exit_code(

@@ -25,6 +25,7 @@ from multiaddr import Multiaddr
 from barnraise.protocol import libp2p_network, yamux
 from barnraise.protocol.errors import PeerError
 from barnraise.protocol.identity import Identity
+from barnraise.protocol.libp2p_log import quiet_libp2p
 from barnraise.protocol.libp2p_network import (
     MAX_HALF_OPEN_PER_ADDRESS,
     Libp2pNetwork,
@@ -124,6 +125,24 @@ async def test_an_unasked_400_mib_is_cut_off_and_costs_no_memory(caplog: pytest.
                 while host.connected(network.peer_id):
                     await trio.sleep(0.01)
     assert "overran its receive window" in caplog.text
+
+
+async def test_somebody_who_hangs_up_is_no_error_in_the_log(tmp_path: Path) -> None:
+    file = logging.FileHandler(tmp_path / "node.log")
+    file.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    program = logging.getLogger("barnraise")
+    program.addHandler(file)
+    try:
+        quiet_libp2p()
+        logging.getLogger("libp2p.network.swarm").error("fail to upgrade mux for peer %s", "x")
+        logging.getLogger("libp2p.host").error("something else")
+    finally:
+        program.removeHandler(file)
+        file.close()
+    assert (tmp_path / "node.log").read_text().splitlines() == [
+        "DEBUG libp2p.network.swarm fail to upgrade mux for peer x",
+        "ERROR libp2p.host something else",
+    ]
 
 
 async def test_idle_tcp_connections_do_not_keep_others_out() -> None:

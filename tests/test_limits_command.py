@@ -273,7 +273,10 @@ def test_r14_a_rule_set_for_a_while_says_when_it_ends(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--when", "sometimes"), "'always' or 'idle'"),
+        (("--when", "sometimes"), "'sometimes' is no rule: always, or idle"),
+        (("--idle-after", "0s"), "'0s' is no time at all"),
+        (("--hours", "22:00-22:00"), "begins when it ends"),
+        (("--not-while", ""), "is no program's name"),
         (("--hours", "22-7"), "22:00-07:00"),
         (("--on-battery", "maybe"), "neither yes nor no"),
         (("--threads", "0"), "1 to 1024"),

@@ -1,7 +1,10 @@
 """The terminal application: every key of every screen, what strangers may write, life without a node."""
 
 import asyncio
+import fcntl
 import inspect
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from app_support import Watched, frame, play, press, recorded, text, use_utc
 from textual.binding import Binding
 
+from barnraise.node.supervise import lock_path
 from barnraise.tui.app.app import NodeApp
 from barnraise.tui.app.clean import cleaned
 from barnraise.tui.app.consent import Consent
@@ -460,6 +464,41 @@ def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
 
     play(story, app)
     assert app.return_value == "no node is running here"
+
+
+def test_without_a_node_nothing_is_said_of_its_credit(tmp_path: Path) -> None:
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_loss("no process serves x", app.clock() + 4)
+        await pilot.pause()
+        shown = " ".join(text(app).split())
+        assert "No node is running here. No process serves x." in shown
+        assert "0 Mflop" not in shown
+        assert "not known while no node runs" in shown
+
+    play(story, Watched(tmp_path), size=(100, 24))
+
+
+def test_a_node_that_crashed_is_said_to_start_again(tmp_path: Path) -> None:
+    app = Watched(tmp_path)
+
+    async def story(app: NodeApp, pilot: Any) -> None:
+        app.take_state(recorded())
+        app.take_loss("the daemon has ended", app.clock() + 1)
+        await pilot.pause()
+        shown = " ".join(text(app).split())
+        assert "The node crashed: killed; it starts again in" in shown
+        assert "barnraise join" not in shown
+        await pilot.press("q")
+
+    with lock_path(tmp_path).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        until = round((time.time() + 60) * 1000)
+        file.write(
+            json.dumps({"pid": 1, "crashes": 1, "text": "the node crashed: killed", "until_ms": until})
+        )
+        file.flush()
+        play(story, app, size=(100, 24))
+    assert (app.return_value or "").startswith("the node crashed: killed; it starts again in")
 
 
 def test_a_suspension_shows_its_reason_and_cure_on_every_screen() -> None:

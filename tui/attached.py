@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from barnraise.node.consent import forget_typed_ahead
 from barnraise.protocol.control import send_command
 from barnraise.tui.background import Background, state_in
 from barnraise.tui.console import print_rows
@@ -52,7 +53,7 @@ def ask_once(data: Path, yes: bool, say: Callable[[str], None], started: Backgro
             told = reason
             say(reason)
         if time.monotonic() > patience:
-            say("the node goes on trying in the background")
+            say(f"the node goes on trying in the background; 'barnraise leave{_folder(data)}' ends it")
             return None
         time.sleep(LOOK_EVERY_S)
 
@@ -60,6 +61,8 @@ def ask_once(data: Path, yes: bool, say: Callable[[str], None], started: Backgro
 def answer(data: Path, consent: dict[str, Any], yes: bool) -> bool:
     """Put the question at this terminal and send the answer; whether it was yes."""
     print_rows([(str(label), str(text)) for label, text in consent["fields"]])
+    if not yes:
+        forget_typed_ahead()
     agreed = yes or typer.confirm("Join this run?", default=True)
     send_command(data / "control.sock", "agree" if agreed else "decline", run_id=consent["run_id"])
     return agreed

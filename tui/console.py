@@ -14,6 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from barnraise.protocol.wire import printable
+
+MOST_ROW = 100_000  # characters of one line
+
 
 def is_plain(plain: bool) -> bool:
     """Plain lines when asked, when stdout is no terminal, or when the terminal is dumb (R24)."""
@@ -32,8 +36,11 @@ def console() -> Console:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Labels and texts in two columns: folded to a terminal's width, one line per row in a pipe."""
-    rows = list(rows)
+    """Labels and texts in two columns: folded to a terminal's width, one line per row in a pipe.
+
+    Some texts are strangers': no control character reaches the terminal.
+    """
+    rows = [(_harmless(label), _harmless(text)) for label, text in rows]
     if is_plain(False):
         width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
@@ -45,6 +52,10 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for label, text in rows:
         table.add_row(Text(label), Text(text))
     console().print(table)
+
+
+def _harmless(text: str) -> str:
+    return "\n".join(printable(line, MOST_ROW) for line in text.split("\n"))
 
 
 def short_id(peer_id: str) -> str:

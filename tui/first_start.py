@@ -57,7 +57,7 @@ def guide(config: NodeConfig, say: Callable[[str], None], ask: Ask) -> None:
             say(f"  disk    {size(free)} free there")
         chosen["disk"] = _asked(ask, "Most disk to use", size(proposed_disk(free)), _disk)
     if config.up_bytes_s is None:
-        say("  line    its speed is not known yet; 'barnraise limits set' changes both at any time")
+        say("  line    its speed is not known yet; 'barnraise limits set' changes limits later")
         chosen["up"] = _asked(ask, "Most to send, such as 1MB/s", "none", parse_rate)
     if config.down_bytes_s is None:
         chosen["down"] = _asked(ask, "Most to receive, such as 5MB/s", "none", parse_rate)

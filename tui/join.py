@@ -179,6 +179,7 @@ def _background(config: NodeConfig, arguments: list[str]) -> int:
         code = attached.ask_once(config.data, config.assume_yes, typer.echo, started)
     except (KeyboardInterrupt, typer.Abort):
         started.terminate()  # no answer is no consent
+        attached.complain("the node in the background is ended, too")
         raise
     return attached.show(config.data, started) if code is None else code
 

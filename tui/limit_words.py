@@ -72,8 +72,34 @@ def parse_hours(text: str) -> list[str]:
         match = _HOURS.fullmatch(part.strip())
         if match is None or (match[3] == "24" and match[4] != "00"):
             raise ValueError(f"{part.strip()!r} are no hours: write them like 22:00-07:00, or any")
+        if (int(match[1]), match[2]) == (int(match[3]) % 24, match[4]) and match[3] != "24":
+            raise ValueError(f"{part.strip()!r} begins when it ends: write hours like 22:00-07:00, or any")
         spans.append(f"{int(match[1]):02d}:{match[2]}-{int(match[3]):02d}:{match[4]}")
     return spans
+
+
+def parse_when(text: str) -> str:
+    """``always`` or ``idle``.
+
+    Raises:
+        ValueError: neither.
+    """
+    when = text.strip().lower()
+    if when not in ("always", "idle"):
+        raise ValueError(f"{text!r} is no rule: always, or idle (only while nobody uses the machine)")
+    return when
+
+
+def parse_program(text: str) -> str:
+    """A program's name as ``ps`` writes it.
+
+    Raises:
+        ValueError: empty, or over 64 characters.
+    """
+    name = text.strip()
+    if not 1 <= len(name) <= 64:
+        raise ValueError(f"{text!r} is no program's name: write it as ps does, in 1 to 64 characters")
+    return name
 
 
 def parse_yes(text: str) -> bool:

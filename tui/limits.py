@@ -18,8 +18,10 @@ from barnraise.tui.limit_words import (
     parse_degrees,
     parse_hours,
     parse_moment,
+    parse_program,
     parse_share,
     parse_threads,
+    parse_when,
     parse_yes,
     rows,
 )
@@ -139,7 +141,7 @@ def change(
         ("up", "--up", up, parse_rate),
         ("monthly", "--month", month, parse_size),
         ("disk", "--disk", disk, parse_size),
-        ("when", "--when", when, str.lower),
+        ("when", "--when", when, parse_when),
         ("idle_s", "--idle-after", idle_after, parse_span),
         ("hours", "--hours", hours, parse_hours),
         ("on_battery", "--on-battery", on_battery, parse_yes),
@@ -157,10 +159,11 @@ def change(
     arguments |= _moment(span, until, time.time())
     if not arguments and not not_while and not allow_program:
         raise typer.BadParameter("nothing to change: see 'barnraise limits set --help' for what there is")
+    added = [_parsed("--not-while", name, parse_program) for name in not_while or []]
     state = read_folder(folder)
     limits = _limits(state)
     if not_while or allow_program:
-        arguments["programs"] = _programs(limits.get("programs") or [], not_while or [], allow_program or [])
+        arguments["programs"] = _programs(limits.get("programs") or [], added, allow_program or [])
     reply = send_command(_socket(folder), "limits", **arguments)
     after = read_folder(folder)
     _show(reply.get("limits") or _limits(after), as_json, after)

@@ -43,6 +43,8 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
         typer.BadParameter: it is no folder of a run or a node.
         BarnraiseError: nothing is running there.
     """
+    from barnraise.node.config import default_data_path
+
     folder = folder_or_default(folder)
     try:
         return read_state(folder / "control.sock")
@@ -52,7 +54,8 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
         if (folder / "spec.bin").is_file():
             cure = f"barnraise coordinator run {folder}"
         elif (folder / "known.json").is_file() or (folder / "lock").is_file():
-            cure = f"barnraise join MULTIADDR --data {folder}"
+            where = "" if folder == default_data_path() else f" --data {folder}"
+            cure = f"barnraise join MULTIADDR{where}"
         else:
             raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
         raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error

@@ -51,7 +51,7 @@ def parse_span(text: str) -> float:
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     total = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if total <= 0:
-        raise ValueError("a pause must last longer than no time; 'barnraise resume' ends one")
+        raise ValueError(f"{text!r} is no time at all: write a span like 45s, 90m, 2h or 1d12h")
     return total
 
 

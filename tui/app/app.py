@@ -37,6 +37,7 @@ from barnraise.tui.app.tail import Tail
 from barnraise.tui.app.theme import DARK, LIGHT
 from barnraise.tui.app.view import History, View
 from barnraise.tui.app.work import Work
+from barnraise.tui.background import waiting_in
 from barnraise.tui.console import duration
 
 TICK_S = 1.0
@@ -178,7 +179,11 @@ class NodeApp(App[str]):
             retry_at=self._retry_at,
             seen_at=self._seen_at,
             folder=clean_text(str(self.folder)),
+            restarts=self._restarts(),
         )
+
+    def _restarts(self) -> str:
+        return clean_text(waiting_in(self.folder)) if self._lost else ""
 
     def draw(self) -> None:
         """Bring the screen in sight up to date."""
@@ -326,6 +331,8 @@ class NodeApp(App[str]):
 
     def farewell(self) -> str:
         """One line for the terminal after the app has closed."""
+        if restarts := self._restarts():
+            return restarts
         if not self._state or self._lost:
             return "no node is running here"
         if self._state.get("mode") == "leave" or self._state.get("state") == "stopped":

@@ -186,7 +186,7 @@ FIELDS = (
         "steam, blender or none",
         _programs,
         _listed("none"),
-        "programs while which run nothing is done",
+        "no work while one of these programs runs",
     ),
     Field(
         "threads_idle",

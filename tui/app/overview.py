@@ -129,6 +129,9 @@ def _progress(unit: object) -> tuple[float, float, str]:
 def earned_rows(view: View) -> Iterator[Row]:
     """Credit and verdicts."""
     state = view.state
+    if not state:  # a zero would look like a loss
+        yield "credit", words(("not known while no node runs", "dim"))
+        return
     today = state.get("credit_today")
     if today is not None:
         yield "today", words((credit(today), "strong"))
@@ -234,7 +237,7 @@ def network_rows(view: View) -> Iterator[Row]:
 
 def log_rows(tail: Tail) -> Iterator[Row]:
     """The log's last lines, the newest last."""
-    for line in list(tail.lines)[-LOG_LINES:]:
+    for line in [line for line in tail.lines if line.level != "DEBUG"][-LOG_LINES:]:
         yield line.time or " ", words((line.text, "bad" if line.bad else "warn" if line.grave else "dim"))
 
 

@@ -12,6 +12,7 @@ from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
 
+from barnraise.node.config import default_data_path
 from barnraise.tui.app.keys import Keys
 from barnraise.tui.app.sheet import Piece, Row, Sheet, content, cut, words
 from barnraise.tui.app.view import View, clock, text
@@ -173,11 +174,18 @@ class NodeScreen(Screen[None]):
         self.draw(view)
 
 
+def _sentence(clause: str) -> str:
+    return clause[:1].upper() + clause[1:]
+
+
 def banner_rows(view: View) -> Iterator[Row]:
     """What is wrong and what cures it, above every screen; nothing while all is well."""
     if view.lost:
         wait = max(0.0, view.retry_at - view.now)
         again = f"Looking again in {duration(wait)}" if wait >= 1 else "Looking again"
+        if view.restarts:
+            yield "", words((f"{_sentence(view.restarts)}. ", "bad"), f"{again}; ^r at once.")
+            return
         if view.state:
             yield (
                 "",
@@ -187,12 +195,9 @@ def banner_rows(view: View) -> Iterator[Row]:
                 ),
             )
         else:
-            yield "", words(("No node is running here. ", "bad"), f"{view.lost}.")
-        address = "MULTIADDR"
-        yield (
-            "",
-            words(f"Start it with 'barnraise join {address} --data {view.folder}'. {again}; ^r at once."),
-        )
+            yield "", words(("No node is running here. ", "bad"), f"{_sentence(view.lost)}.")
+        where = "" if view.folder == str(default_data_path()) else f" --data {view.folder}"
+        yield "", words(f"Start it with 'barnraise join MULTIADDR{where}'. {again}; ^r at once.")
         return
     if view.state.get("duplicate_key"):
         yield (

@@ -50,6 +50,7 @@ class View:
         state: the newest state tree, clean; empty before the first.
         now: Unix time in s.
         lost: why there is no daemon, or ``""``.
+        restarts: what a node that crashed waits for before it starts again, or ``""``.
         retry_at: when it is looked for again (Unix, s).
         seen_at: when the state came (Unix, s).
         folder: the data folder as a person wrote it.
@@ -62,6 +63,7 @@ class View:
     retry_at: float = 0.0
     seen_at: float = 0.0
     folder: str = ""
+    restarts: str = ""
 
     @property
     def live(self) -> bool:
