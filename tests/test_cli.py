@@ -1,6 +1,8 @@
 """The command line: help with examples, one clear line per error, exit codes, tables for people."""
 
+import contextlib
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from barnraise.protocol.identity import Identity, load_identity, peer_id_of, sav
 from barnraise.tui import demo_view, ledger
 from barnraise.tui import main as command_line
 from barnraise.tui.console import duration, size
+from barnraise.tui.demo import Interrupted
 from barnraise.tui.demo_report import report, summary_lines
 from barnraise.tui.status import overview
 
@@ -159,6 +162,7 @@ def test_doctor_in_a_pipe_is_one_line_per_finding(tmp_path, capsys, monkeypatch)
         Finding("memory", "ok", "plenty " * 20),
         Finding("disk", "problem", "[full]", "delete something"),
     ]
+
     async def examine(*places, **options):
         for finding in found:
             yield finding
@@ -342,6 +346,15 @@ def test_the_demos_json_has_each_stage_of_pretraining(tmp_path: Path):
         "adapted_perplexity": 4.2,
     }
     assert any("4.400 cold" in line for line in summary_lines(result, None))
+
+
+def test_an_interrupt_that_was_swallowed_still_ends_the_demo():
+    interrupted = Interrupted()
+    interrupted.check()
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupted(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.check()
 
 
 def test_only_the_demos_own_model_is_pretrained(capsys):

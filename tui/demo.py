@@ -40,6 +40,22 @@ PLAIN_EVERY_S = 5.0
 START_PATIENCE_S = 90.0
 
 
+class Interrupted:
+    """Handles signals that end the demo. ``KeyboardInterrupt`` alone can be lost where Python ignores errors."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self._asked = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if a signal came."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+
 def demo(
     seed: int = typer.Option(
         0, "--seed", metavar="N", min=0, max=2**31, help="Seed of the model, the tasks and the run."
@@ -90,7 +106,9 @@ def demo(
             keep.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise typer.BadParameter(f"cannot make {keep}: {error.strerror}", param_hint="--keep") from error
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = Interrupted()
+    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGTERM, interrupted)
     say: Callable[[str], None] = lambda text: typer.echo(text, err=as_json)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="barnraise-demo-") as scratch:
         raise typer.Exit(
@@ -106,6 +124,7 @@ def demo(
                 as_json,
                 is_plain(plain or as_json),
                 say,
+                interrupted,
             )
         )
 
@@ -122,6 +141,7 @@ def _demo(
     as_json: bool,
     plain: bool,
     say: Callable[[str], None],
+    interrupted: Interrupted,
 ) -> int:
     started = time.monotonic()
     folder = keep or scratch
@@ -141,7 +161,7 @@ def _demo(
             barnraise("coordinator", "run", str(run), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1"),
             folder / "logs" / "coordinator.log",
         )
-        address = _wait_for_address(supervisor, run)
+        address = _wait_for_address(supervisor, run, interrupted)
         say(f"coordinator ready at {address}")
         if keep is not None:
             say(f"logs of all processes: {folder / 'logs'}")
@@ -158,7 +178,7 @@ def _demo(
             ]
             supervisor.start(name, command, folder / "logs" / f"{name}.log")
         try:
-            final = _watch(supervisor, run, homes, minutes * 60, plain, say)
+            final = _watch(supervisor, run, homes, minutes * 60, plain, say, interrupted)
         finally:
             say("ending the processes")
     memory = {member.name: member.peak_memory for member in supervisor.members}
@@ -212,10 +232,11 @@ def _make_run(
             process.wait()
 
 
-def _wait_for_address(supervisor: Supervisor, run: Path) -> str:
+def _wait_for_address(supervisor: Supervisor, run: Path, interrupted: Interrupted) -> str:
     deadline = time.monotonic() + START_PATIENCE_S
     coordinator = supervisor.members[0]
     while time.monotonic() < deadline:
+        interrupted.check()
         state = state_of(run)
         if state and state.get("address"):
             return str(state["address"])
@@ -240,6 +261,7 @@ def _watch(
     limit_s: float,
     plain: bool,
     say: Callable[[str], None],
+    interrupted: Interrupted,
 ) -> State:
     """Show progress until the run is complete or time is up; return the coordinator's last state."""
     final: State = {}
@@ -252,6 +274,7 @@ def _watch(
         live.start()
     try:
         while True:
+            interrupted.check()
             state = state_of(run)
             final = state or final
             nodes = {name: state_of(home) for name, home in homes.items()}
