@@ -41,7 +41,7 @@ START_PATIENCE_S = 90.0
 
 
 class Interrupted:
-    """Handles signals that end the demo. ``KeyboardInterrupt`` alone can be lost where Python ignores errors."""
+    """Handles signals that end the demo; a ``KeyboardInterrupt`` alone can be lost where errors are ignored."""
 
     def __init__(self) -> None:
         self._asked = False
