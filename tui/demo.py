@@ -41,7 +41,7 @@ START_PATIENCE_S = 90.0
 
 
 class Interrupted:
-    """Handles signals that end the demo; a ``KeyboardInterrupt`` alone can be lost where errors are ignored."""
+    """Ends the demo on a signal; a ``KeyboardInterrupt`` alone is lost where errors are ignored."""
 
     def __init__(self) -> None:
         self._asked = False
