@@ -20,7 +20,7 @@ from barnraise.protocol.control import ControlClient, connect_control
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.tui.app.clean import cleaned
 
-INTERVAL_S = 1.0  # a drawing takes ten milliseconds; the first change after a rest is shown at once
+INTERVAL_S = 1.0  # drawing costs; the first change after a rest is shown at once all the same
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 
