@@ -113,9 +113,9 @@ def test_join_pause_resume_quit_come_back_and_finish_in_tmux(here: Place, home: 
         assert "Join this run?" not in terminal.screen()
         terminal.press("f")
         until(terminal, lambda: not running(home) or here.state(home) == {}, "it does not finish")
+        until(terminal, lambda: read_supervisor(home) is None, "its supervisor does not end")
         terminal.press("q")
         until(terminal, lambda: terminal.exit_code() is not None, "the app does not close")
-    assert read_supervisor(home) is None
     assert "finished the last unit" in (home / "node.log").read_text()
 
 
