@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test lint types check clean
 
 help:
-	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 4 minutes)"
+	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 3 minutes)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
