@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from barnraise.coordinator.workers import Trained, checkpoint_folder
-from barnraise.protocol.durable import link_or_copy, sync_folder
+from barnraise.protocol.durable import link_or_copy, replace_file, sync_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -86,13 +86,8 @@ def write_record(folder: Path, record: Record) -> None:
         StorageError: the disk refused.
     """
     path = folder / RECORD_FILE
-    temporary = folder / (_TEMPORARY + RECORD_FILE)
     try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(record)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(record)))
         sync_folder(folder)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}; free some space there") from error

@@ -12,14 +12,12 @@ any moment leaves the one before, with all of its files. Blocking.
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.errors import MalformedError, RunFolderError, SignatureError, StorageError
 from barnraise.protocol.log_messages import CHECKPOINT
 from barnraise.protocol.merkle import MerkleLog, leaf_hash
@@ -185,15 +183,7 @@ class LogFolder:
         target = self.folder / path
         missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        try:
-            with partial.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(target, data)
         return {target.parent, *(folder.parent for folder in missing)}
 
     def _read_head(self, key: Ed25519Key) -> Head | None:

@@ -41,9 +41,9 @@ from barnraise.kernels.mot import Tensors, layer_count, make_cut
 from barnraise.kernels.token_shards import batches
 from barnraise.node.block_engine import DELTA_FILE, BlockProgress, BlockTrained, BlockWork, state_name
 from barnraise.node.memory import telling_out_of_memory
-from barnraise.node.pending import write_durably
 from barnraise.node.sizing import size_block
 from barnraise.protocol.corpus import read_corpus, sequences
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.manifest import check_shard
 from barnraise.protocol.pretrain import PretrainSpec, part_name, segments, stream, unit_start

@@ -16,9 +16,9 @@ import msgspec
 
 from barnraise.node.config import DEFAULT_DISK_BYTES, NodeConfig
 from barnraise.node.hours import span
-from barnraise.node.pending import write_durably
 from barnraise.node.rules import Rules
 from barnraise.protocol.bandwidth import MAX_RATE, MIN_RATE, checked_rate
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import RefusedError
 
 MOST_MONTHLY = 2**60

@@ -23,8 +23,8 @@ from barnraise.node.context import Context
 from barnraise.node.devices import Signs, TorchFacts
 from barnraise.node.gpus import Gpu, find_gpus, no_gpu
 from barnraise.node.model import EngineStopped
-from barnraise.node.pending import write_durably
 from barnraise.node.processor import memory_limit
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.wire import printable
 

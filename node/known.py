@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from barnraise.node.pending import write_durably
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import SignatureError, StorageError
 from barnraise.protocol.identity import fingerprint
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from barnraise.node.pending import write_durably
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import StorageError
 
 _MOST_FILE = 4096

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 
 from barnraise.node.kept import KeptWork
 from barnraise.protocol import wire
-from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, SignatureError, StorageError
 from barnraise.protocol.messages import MAX_SUBMISSION, RolloutLease, RolloutSubmission, Signed
@@ -23,28 +22,6 @@ from barnraise.protocol.pretrain import BlockLease, BlockSubmission
 log = logging.getLogger("barnraise.node")
 
 MAX_FILES = 64
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace ``path`` with ``data``, whole or not at all, surviving a power cut.
-
-    Raises:
-        StorageError: the disk refused; says where and why.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        why = error.strerror or str(error)
-        raise StorageError(f"cannot write {path} ({len(data)} bytes): {why}") from error
 
 
 def open_work(signed: Signed, public_key: bytes) -> RolloutSubmission | BlockSubmission:

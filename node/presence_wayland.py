@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from barnraise.node.presence import Answer
+from barnraise.node.presence_socket import SocketSource
 
 AFTER_MS = 1000
 _TIMEOUT_S = 1.0
@@ -25,43 +26,26 @@ _DISPLAY_ID, _REGISTRY_ID, _SYNC_ID, _SEAT_ID, _NOTIFIER_ID, _NOTIFICATION_ID = 
 _IDLED, _RESUMED = 0, 1
 
 
-class Wayland:
+class Wayland(SocketSource):
     """The connection to one compositor, made anew where it broke."""
 
     name = "wayland"
+    again_s = _AGAIN_S
 
     def __init__(self, path: Path) -> None:
         """``path``: the compositor's socket."""
+        super().__init__()
         self._path = path
-        self._socket: socket.socket | None = None
         self._unread = b""
         self._idle_since: float | None = None
         self._synced = False
         self._globals: dict[str, int] = {}
-        self._again_at = -float("inf")
 
-    def ask(self) -> Answer | None:
-        """See ``Source.ask``."""
-        if self._socket is None and time.monotonic() < self._again_at:
-            return None
-        try:
-            if self._socket is None:
-                self._again_at = time.monotonic() + _AGAIN_S
-                self._open()
-                self._again_at = -float("inf")
-            self._read_events()
-        except (OSError, ValueError, struct.error):
-            self.close()
-            return None
+    def _look(self) -> Answer:
+        self._read_events()
         if self._idle_since is None:
             return Answer(self.name, 0.0)
         return Answer(self.name, max(0.0, time.monotonic() - self._idle_since))
-
-    def close(self) -> None:
-        """End the connection; the next ``ask`` makes another."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
 
     def _open(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -11,12 +11,12 @@ import os
 import re
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from barnraise.node.presence import Answer
+from barnraise.node.presence_socket import SocketSource
 
 SOCKETS = Path("/tmp/.X11-unix")
 _COOKIE = b"MIT-MAGIC-COOKIE-1"
@@ -29,40 +29,24 @@ _MOST_SETUP = 1024 * 1024
 _QUERY_EXTENSION, _QUERY_INFO = 98, 1
 
 
-class XDisplay:
+class XDisplay(SocketSource):
     """The connection to one display, made anew where it broke."""
 
     name = "x11"
+    again_s = _AGAIN_S
 
     def __init__(self, display: str, authority: Path | None = None, sockets: Path = SOCKETS) -> None:
         """``display``: such as ``:0``; ``authority``: the file of cookies, by default the user's."""
+        super().__init__()
         self.display = display
         self._authority = authority
         self._sockets = sockets
-        self._socket: socket.socket | None = None
         self._opcode = self._root = self._sequence = 0
-        self._again_at = -float("inf")
 
-    def ask(self) -> Answer | None:
-        """See ``Source.ask``."""
-        if self._socket is None and time.monotonic() < self._again_at:
-            return None
-        try:
-            if self._socket is None:
-                self._again_at = time.monotonic() + _AGAIN_S
-                self._open()
-                self._again_at = -float("inf")
-            idle_ms = self._idle_ms()
-        except (OSError, ValueError, struct.error):
-            self.close()
-            return None
+    def _look(self) -> Answer:
+        reply = self._ask(struct.pack("<BBHI", self._opcode, _QUERY_INFO, 2, self._root))
+        idle_ms = int(struct.unpack_from("<I", reply, 16)[0])
         return Answer(self.name, idle_ms / 1000, f"display {self.display}")
-
-    def close(self) -> None:
-        """End the connection; the next ``ask`` makes another."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
 
     def _open(self) -> None:
         match = _DISPLAY.fullmatch(self.display)
@@ -92,10 +76,6 @@ class XDisplay:
         present, self._opcode = reply[8], reply[9]
         if not present:
             raise ValueError("this X server has no screen saver extension")
-
-    def _idle_ms(self) -> int:
-        reply = self._ask(struct.pack("<BBHI", self._opcode, _QUERY_INFO, 2, self._root))
-        return int(struct.unpack_from("<I", reply, 16)[0])
 
     def _ask(self, request: bytes) -> bytes:
         self._sequence = (self._sequence + 1) & 0xFFFF

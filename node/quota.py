@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from barnraise.node.pending import write_durably
+from barnraise.protocol.durable import write_durably
 
 MONTHS_KEPT = 12
 _MAX_FILE = 64 * 1024

@@ -18,7 +18,7 @@ import msgspec
 
 from barnraise.node.known import KnownRuns
 from barnraise.node.link import Run
-from barnraise.node.pending import write_durably
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.runid import open_run_spec, run_id

@@ -13,8 +13,8 @@ import trio
 
 from barnraise.node.context import Context
 from barnraise.node.needs import free_disk
-from barnraise.node.pending import write_durably
 from barnraise.node.rules import Suspension
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.shards import off_loop
 

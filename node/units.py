@@ -24,8 +24,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from barnraise.node.block_engine import unit_folder
-from barnraise.node.pending import write_durably
 from barnraise.protocol import wire
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.manifest import cut, entry_shards

@@ -1,10 +1,13 @@
-"""What makes a rename last (R6)."""
+"""What makes a write whole and a rename last (R6)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
+
+from barnraise.protocol.errors import StorageError
 
 
 def sync_folder(folder: Path) -> None:
@@ -18,6 +21,42 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make ``data`` the content of ``path``, whole or not at all. Its folder is not flushed.
+
+    One writer of a path at a time: what a killed one left is overwritten by the next.
+
+    Raises:
+        OSError: the disk refused; what was there before still is.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace ``path`` with ``data``, whole or not at all, surviving a power cut. Makes its folder.
+
+    Raises:
+        StorageError: the disk refused; says where and why.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+        sync_folder(path.parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StorageError(f"cannot write {path} ({len(data)} bytes): {why}") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -6,12 +6,11 @@ checked against one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
+from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.log_messages import (
     CHECKPOINT,
     LOG_PROTOCOL,
@@ -23,6 +22,7 @@ from barnraise.protocol.log_messages import (
 from barnraise.protocol.messages import Message
 from barnraise.protocol.network import Handler, Network, Stream
 from barnraise.protocol.notes import MAX_NOTE
+from barnraise.protocol.stream_slots import with_slots
 from barnraise.protocol.tlog_tiles import ENTRIES, Tile, parse_path
 from barnraise.protocol.wire import MessageReader, send_message
 
@@ -41,22 +41,6 @@ Take = Callable[[str, str], bool]
 
 def serve_log(read: Read, take: Take = lambda peer_id, line: False) -> Handler:
     """A handler for ``LOG_PROTOCOL``. Whoever sends anything else, or too much, loses the stream."""
-    streams: Counter[str] = Counter()
-
-    async def handle(stream: Stream) -> None:
-        peer_id = stream.peer_id
-        if streams.total() >= STREAMS or streams[peer_id] >= STREAMS_PER_PEER:
-            await stream.reset()
-            return
-        streams[peer_id] += 1
-        try:
-            await serve(stream)
-        except (BarnraiseError, trio.TooSlowError):
-            await stream.reset()
-        finally:
-            streams[peer_id] -= 1
-            if not streams[peer_id]:
-                del streams[peer_id]
 
     async def serve(stream: Stream) -> None:
         reader = MessageReader(stream, (LogRequest, Cosigned))
@@ -78,7 +62,7 @@ def serve_log(read: Read, take: Take = lambda peer_id, line: False) -> Handler:
                     await stream.write(data)
         await stream.close()
 
-    return handle
+    return with_slots(serve, STREAMS, STREAMS_PER_PEER)
 
 
 def limit_of(path: str) -> int:

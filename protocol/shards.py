@@ -9,16 +9,16 @@ for 5 s), and gives a peer that makes no progress for 5 s up (R22).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import trio
 
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
+from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.manifest import check_shard
 from barnraise.protocol.messages import MAX_SHARD, SHARD_PROTOCOL, ShardReply, ShardRequest
 from barnraise.protocol.network import Handler, Network, Stream
+from barnraise.protocol.stream_slots import with_slots
 from barnraise.protocol.wire import MessageReader, send_message
 
 T = TypeVar("T")
@@ -84,25 +84,8 @@ def serve_shards(
     (``barnraise.protocol.bandwidth.Pacer.streams``) so few that each makes progress.
     """
     budget = limits or ServeLimits()
-    streams: Counter[str] = Counter()
     sending = 0
     sent_one = trio.Condition()
-
-    async def handle(stream: Stream) -> None:
-        peer_id = stream.peer_id
-        full = streams.total() >= budget.streams or streams[peer_id] >= budget.streams_per_peer
-        if full or not allow(peer_id):
-            await stream.reset()
-            return
-        streams[peer_id] += 1
-        try:
-            await serve(stream)
-        except (BarnraiseError, trio.TooSlowError):
-            await stream.reset()
-        finally:
-            streams[peer_id] -= 1
-            if not streams[peer_id]:
-                del streams[peer_id]
 
     async def serve(stream: Stream) -> None:
         reader = MessageReader(stream, frozenset({ShardRequest}))
@@ -158,7 +141,7 @@ def serve_shards(
                 await stream.write(part)
             sent(stream.peer_id, len(part))
 
-    return handle
+    return with_slots(serve, budget.streams, budget.streams_per_peer, allow)
 
 
 class _Patient:

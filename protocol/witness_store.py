@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from pathlib import Path
 
-from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
 from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
 from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
@@ -51,7 +49,7 @@ class WitnessStore:
         Raises:
             StorageError: the disk refused; the one before is still the last.
         """
-        self._write(self._path(key), head.note)
+        write_durably(self._path(key), head.note)
 
     def keep_evidence(self, key: Ed25519Key, trouble: Conflict | Unproven) -> Path:
         """Write what convicts a log, and return where. The same trouble is written to the same file.
@@ -63,24 +61,8 @@ class WitnessStore:
         kind = "split-view" if isinstance(trouble, Conflict) else "unproven"
         path = self.folder / f"evidence-{kind}-{hashlib.sha256(data).hexdigest()[:16]}.json"
         if not path.exists():
-            self._write(path, data)
+            write_durably(path, data)
         return path
 
     def _path(self, key: Ed25519Key) -> Path:
         return self.folder / f"{hashlib.sha256(key.name.encode()).hexdigest()[:16]}.checkpoint"
-
-    def _write(self, path: Path, data: bytes) -> None:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with partial.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(path)
-                sync_folder(self.folder)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot write {path} ({error.strerror})") from None

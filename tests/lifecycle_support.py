@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import trio
-from test_node_daemon import EPOCH_MS, Node, ScriptedEngine
+from test_node_daemon import Node, node
 
-from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve, ask_viewers
-from barnraise.node.daemon import run_node
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
 
@@ -28,25 +24,8 @@ async def asked(
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A daemon, cancelled (as by kill -9, as far as the disk is concerned) on leaving."""
-    config = NodeConfig(address=address, data=folder, key=folder / "key", name="n", **settings)
-    engine = ScriptedEngine()
-    async with swarm.network(identity.peer_id) as network, trio.open_nursery() as nursery:
-        started: list[Node] = []
-
-        async def live(task_status: Any) -> None:
-            code = await run_node(
-                config,
-                network,
-                engine,
-                identity,
-                lambda: EPOCH_MS + round(trio.current_time() * 1000),
-                random.Random(7),
-                approve=approve,
-                task_status=task_status,
-            )
-            started[0].exit_codes.append(code)
-            started[0].ended_at.append(trio.current_time())
-
-        started.append(Node(await nursery.start(live), engine, config, identity))
-        yield started[0]
-        nursery.cancel_scope.cancel()
+    places = {"data": folder, "key": folder / "key"}
+    async with node(
+        swarm, folder, address, identity=identity, approve=approve, **places, **settings
+    ) as started:
+        yield started

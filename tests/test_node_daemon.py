@@ -20,6 +20,7 @@ from spec_support import GRPO, VERIFY
 
 from barnraise.node import attend
 from barnraise.node.config import NodeConfig
+from barnraise.node.consent import Approve
 from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import EngineInfo, Generated, OutOfMemory, Progress, Work
 from barnraise.node.machine import Sensors
@@ -369,10 +370,12 @@ async def node(
     sensors: Sensors | None = None,
     asleep: Callable[[], float] | None = None,
     wall_ahead: Callable[[], float] = lambda: 0.0,
+    approve: Approve | None = None,
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A running daemon, cancelled (as by kill -9, as far as the disk is concerned) on leaving."""
-    config = NodeConfig(address=address, data=tmp_path / "node", key=tmp_path / "key", name="n", **settings)
+    places = {"data": tmp_path / "node", "key": tmp_path / "key"}
+    config = NodeConfig(address=address, name="n", **{**places, **settings})
     identity = identity or Identity.generate()
     engine = engine or ScriptedEngine()
     async with swarm.network(identity.peer_id) as network, trio.open_nursery() as nursery:
@@ -386,6 +389,7 @@ async def node(
                 identity,
                 lambda: EPOCH_MS + round((trio.current_time() + wall_ahead()) * 1000),
                 random.Random(7),
+                approve=approve,
                 sensors=sensors,
                 asleep=asleep,
                 task_status=task_status,

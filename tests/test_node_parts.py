@@ -17,7 +17,8 @@ from barnraise.node.config import NodeConfig, default_data_path, default_key_pat
 from barnraise.node.describe import sentence
 from barnraise.node.known import KnownRuns
 from barnraise.node.model import Activity
-from barnraise.node.pending import PendingWork, write_durably
+from barnraise.node.pending import PendingWork
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import content_id, sign
 from barnraise.protocol.errors import KeyFileError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,14 +212,7 @@ def _systemctl(*words: str) -> str:
     if shutil.which("systemctl") is None:
         return "this system has no systemd"
     try:
-        done = subprocess.run(
-            ["systemctl", "--user", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ASK_S,
-        )
+        done = _run(words)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"systemctl did not answer: {error}"
     if done.returncode == 0:
@@ -230,17 +224,20 @@ def _systemctl(*words: str) -> str:
 def _asked(*words: str) -> str:
     """The answer of ``systemctl --user``, whatever its exit code."""
     try:
-        done = subprocess.run(
-            ["systemctl", "--user", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ASK_S,
-        )
+        return _run(words).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
+
+
+def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemctl", "--user", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=ASK_S,
+    )
 
 
 def _systemd_version() -> int:

@@ -10,6 +10,7 @@ a unit half done, a GPU, a person, rules.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -159,6 +160,12 @@ class Recording:
 async def shoot(out: Path, folder: Path) -> list[Path]:
     """Write pictures of ``folder``'s recording into ``out``: each screen, the overview thrice."""
     out.mkdir(parents=True, exist_ok=True)
+    out = out.resolve()
+    with contextlib.chdir(folder.parent):  # screens name the folder: nobody's own paths in a picture
+        return await _shoot(out, Path(folder.name))
+
+
+async def _shoot(out: Path, folder: Path) -> list[Path]:
     written = []
     more = (
         ("overview", (), "120x40", False),
