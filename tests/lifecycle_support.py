@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from test_node_daemon import Node, node
+from daemon_support import Node, node
 
 from barnraise.node.consent import Approve, ask_viewers
 from barnraise.protocol.identity import Identity

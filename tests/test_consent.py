@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from daemon_support import Coordinator, run_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_support import asked
 from msgspec.structs import replace
 from spec_support import pretrain_spec
-from test_node_daemon import Coordinator, run_spec
 
 from barnraise.node.needs import Field, Machine, description, needs
 from barnraise.protocol.errors import RefusedError

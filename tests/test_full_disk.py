@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from test_node_daemon import Coordinator, node
+from daemon_support import Coordinator, node
 
 from barnraise.node import pending, quota, room
 from barnraise.node.config import NodeConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_node_daemon import Coordinator, ScriptedEngine, node
+from daemon_support import Coordinator, ScriptedEngine, node
 from trio.testing import MockClock
 
 from barnraise.node.bench import Measured

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from daemon_support import EPOCH_MS, Coordinator, ScriptedEngine, node
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,6 @@ from barnraise.node.traffic import Limits
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.spec import RunSpec
-from tests.test_node_daemon import EPOCH_MS, Coordinator, ScriptedEngine, node
 
 GIB = 2**30
 IDLE = Presence("x11", 5000.0, "x11: last input at 08:00:00")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from test_node_daemon import Coordinator, Node, ScriptedEngine, node
+from daemon_support import Coordinator, Node, ScriptedEngine, node
 
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol.errors import ChildError

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from daemon_support import EPOCH_MS, Coordinator, node
 
 from barnraise.node.config import NodeConfig
 from barnraise.node.quota import MONTHS_KEPT, Quota, load_quota, month_of, save_quota
@@ -17,7 +18,6 @@ from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.shards import ShardClient
-from tests.test_node_daemon import EPOCH_MS, Coordinator, node
 
 DAY_MS = 86_400_000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from daemon_support import EPOCH_MS, Coordinator
 from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_support import asked
-from test_node_daemon import EPOCH_MS, Coordinator
 
 from barnraise.node.mode import Wish, load_wish, save_wish
 from barnraise.protocol.identity import Identity
