@@ -18,6 +18,13 @@ from barnraise.protocol.ledger_entries import (
     VersionPublished,
 )
 
+_ALIASES = {
+    "leased": "lease",
+    "lent": "lease",
+    "accepted": "judged",
+    "verdict": "judged",
+    "ban": "nodebanned",
+}
 KINDS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in get_args(LedgerEntry)))
 
 
@@ -83,6 +90,7 @@ def kinds_named(text: str) -> frozenset[str]:
         ValueError: none begins so; the message lists them.
     """
     wanted = text.strip().lower().replace("-", "").replace("_", "")
+    wanted = _ALIASES.get(wanted, wanted)
     found = frozenset(kind for kind in KINDS if wanted and kind.lower().startswith(wanted))
     if not found:
         raise ValueError(f"kinds of entries are {', '.join(KINDS)}")

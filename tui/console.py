@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from barnraise.protocol.ledger_lines import short_id as short_id
 from barnraise.protocol.wire import printable
 
 MOST_ROW = 100_000  # characters of one line
@@ -56,11 +57,6 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 def _harmless(text: str) -> str:
     return "\n".join(printable(line, MOST_ROW) for line in text.split("\n"))
-
-
-def short_id(peer_id: str) -> str:
-    """A peer id that fits a table: every Ed25519 key's begins alike, so the end tells them apart."""
-    return f"..{peer_id[-8:]}"
 
 
 def emit_json(value: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from barnraise.protocol.ledger_lines import line, shown
 from barnraise.tui import ledger_files, ledger_nodes, ledger_prove, ledger_show, ledger_unit, ledger_verify
 from barnraise.tui.console import examples
-from barnraise.tui.ledger_lines import line, shown
 from barnraise.tui.ledger_source import ledger_file
 from barnraise.tui.ledger_verify import audit, receipts_for, report_fields
 

@@ -12,11 +12,12 @@ from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError, StorageError
 from barnraise.protocol.ledger_compare import Comparison, compare
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_lines import line, shown
+from barnraise.protocol.moments import minute
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.tui.console import emit_json, examples, size
-from barnraise.tui.ledger_lines import line, shown
-from barnraise.tui.ledger_source import SOURCE, ledger_file, minute, usable
+from barnraise.tui.ledger_source import SOURCE, ledger_file, usable
 from barnraise.tui.ledger_verify import audit, print_report
 
 EXPORT_EXAMPLES = examples("ledger export ./my-run ledger.bin")

@@ -9,23 +9,21 @@ from typing import Any
 import typer
 
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_lines import line, peer_id, placed_fields
 from barnraise.protocol.ledger_places import Filter
 from barnraise.protocol.ledger_standings import Standing, Standings
+from barnraise.protocol.moments import minute, shown_moment
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.wire import printable
 from barnraise.tui.console import emit_json, examples, print_rows, short_id
-from barnraise.tui.ledger_lines import line, placed_fields
 from barnraise.tui.ledger_show import entries_chosen
 from barnraise.tui.ledger_source import (
     SOURCE,
     SlowProgress,
     find_node,
     ledger_file,
-    minute,
     moment_of,
-    peer_id,
     read_moment,
-    shown_moment,
     usable,
 )
 

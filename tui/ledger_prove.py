@@ -10,6 +10,7 @@ import typer
 from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_lines import line, peer_id, shown
 from barnraise.protocol.ledger_proof import (
     MAX_PROOF_FILE,
     Proven,
@@ -18,9 +19,9 @@ from barnraise.protocol.ledger_proof import (
     encode_proof,
     make_proof,
 )
+from barnraise.protocol.moments import minute, shown_moment
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.ledger_lines import line, shown
-from barnraise.tui.ledger_source import SOURCE, input_file, ledger_file, minute, peer_id, shown_moment, usable
+from barnraise.tui.ledger_source import SOURCE, input_file, ledger_file, usable
 
 PROVE_EXAMPLES = examples("ledger prove ./my-run 1234 > proof", "ledger prove ledger.bin 1234 > proof")
 CHECK_EXAMPLES = examples("ledger check proof", "ledger check proof --run 3fa9c1d2 --json")

@@ -11,19 +11,11 @@ import typer
 
 from barnraise.protocol.ledger import NodeJoined
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_lines import line, peer_id, placed_fields
 from barnraise.protocol.ledger_places import Filter, Place, kinds_named, placed
 from barnraise.protocol.wire import printable
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.ledger_lines import line, placed_fields
-from barnraise.tui.ledger_source import (
-    SOURCE,
-    find_node,
-    ledger_file,
-    node_names,
-    peer_id,
-    read_moment,
-    usable,
-)
+from barnraise.tui.ledger_source import SOURCE, find_node, ledger_file, node_names, read_moment, usable
 from barnraise.tui.ledger_table import write_csv, write_parquet
 
 EXAMPLES = examples(
@@ -76,7 +68,7 @@ def show(
     kinds: frozenset[str] = frozenset()
     for text in kind:
         try:
-            kinds |= kinds_named(ALIASES.get(text.lower(), text))
+            kinds |= kinds_named(text)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--kind") from error
     with usable(), ledger_file(source) as path:
@@ -105,9 +97,6 @@ def show(
         else:
             for row in rows:
                 typer.echo(line(row, names))
-
-
-ALIASES = {"leased": "lease", "lent": "lease", "accepted": "judged", "verdict": "judged", "ban": "nodebanned"}
 
 
 def entries_chosen(

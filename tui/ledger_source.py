@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from pathlib import Path
 
 import typer
 
+from barnraise.protocol import moments
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
-from barnraise.protocol.identity import peer_id_of
 from barnraise.protocol.ledger_file import LedgerFile, open_ledger
+from barnraise.protocol.ledger_lines import peer_id
 from barnraise.protocol.ledger_places import names_of
 from barnraise.protocol.messages import TreeHead
 from barnraise.protocol.runid import open_run_spec
@@ -28,10 +26,6 @@ SOURCE = typer.Argument(
 )
 SLOW_S = 2.0
 LEAST_OF_AN_ID = 4
-_AGO = re.compile(r"(\d{1,9})\s*([smhdw])")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
-peer_id = lru_cache(maxsize=65_536)(peer_id_of)
 
 
 @contextmanager
@@ -103,36 +97,12 @@ def find_node(names: Mapping[bytes, str], text: str) -> bytes:
     raise typer.BadParameter(f"several nodes are meant by {printable(text, 80)!r}: {some}{more}")
 
 
-def shown_moment(at_ms: int, precision: str = "milliseconds") -> str:
-    """ISO 8601 in UTC; whoever signs a ledger may write any number, so also what no calendar has."""
-    try:
-        return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec=precision)
-    except (ValueError, OverflowError, OSError):
-        return f"{at_ms} ms"
-
-
-def minute(at_ms: int) -> str:
-    """``2026-01-02 03:04`` in UTC."""
-    return shown_moment(at_ms, "minutes").removesuffix("+00:00").replace("T", " ")
-
-
 def read_moment(text: str, hint: str) -> int:
-    """A moment in ms since the epoch: ISO 8601 (UTC unless it says otherwise), or how long ago: 90m, 2d, 1w.
-
-    Raises:
-        typer.BadParameter: neither.
-    """
-    plain = text.strip()
-    if match := _AGO.fullmatch(plain):
-        return time.time_ns() // 1_000_000 - int(match[1]) * _UNIT_S[match[2]] * 1000
+    """As ``moments.read_moment``, with what it raises in typer's words."""
     try:
-        moment = datetime.fromisoformat(plain)
-        aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-        return (aware - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(
-            "a moment is 2026-01-31, 2026-01-31T18:00, or how long ago: 90m, 2d, 1w", param_hint=hint
-        ) from None
+        return moments.read_moment(text, time.time_ns() // 1_000_000)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
 def input_file(path: Path, hint: str, limit: int) -> bytes:

@@ -19,13 +19,13 @@ from barnraise.protocol.ledger import (
     evidence_of,
 )
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_lines import line, peer_id, placed_fields
 from barnraise.protocol.ledger_places import Place, placed
 from barnraise.protocol.messages import Receipt, Verdict
 from barnraise.protocol.standing import UNAUDITED
 from barnraise.protocol.wire import decode, printable
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.ledger_lines import line, placed_fields
-from barnraise.tui.ledger_source import LEAST_OF_AN_ID, SOURCE, ledger_file, peer_id, usable
+from barnraise.tui.ledger_source import LEAST_OF_AN_ID, SOURCE, ledger_file, usable
 from barnraise.tui.ledger_verify import receipt_file
 
 EXAMPLES = examples(

@@ -11,13 +11,14 @@ from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
 from barnraise.protocol.ledger import LedgerReport
 from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
+from barnraise.protocol.ledger_lines import peer_id
 from barnraise.protocol.messages import Receipt, Signed, TreeHead
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import process_pool
 from barnraise.protocol.wire import printable
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file, peer_id
+from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file
 
 EXAMPLES = examples(
     "ledger verify ./my-run",

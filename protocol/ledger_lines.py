@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from barnraise.protocol.ledger import LedgerEntry
+from barnraise.protocol.identity import peer_id_of
+from barnraise.protocol.ledger_entries import LedgerEntry
 from barnraise.protocol.ledger_places import Place
+from barnraise.protocol.moments import minute, shown_moment
 from barnraise.protocol.wire import printable
-from barnraise.tui.console import short_id
-from barnraise.tui.ledger_source import minute, peer_id, shown_moment
+
+peer_id = lru_cache(maxsize=65_536)(peer_id_of)
+
+
+def short_id(peer_id: str) -> str:
+    """A peer id that fits a table: every Ed25519 key's begins alike, so the end tells them apart."""
+    return f"..{peer_id[-8:]}"
 
 
 def shown(index: int, entry: LedgerEntry) -> dict[str, Any]:
@@ -49,44 +57,54 @@ def line(fields: dict[str, Any], names: dict[str, str]) -> str:
     """
     peer = fields.get("node", "")
     who = f"{printable(names.get(peer, '?'), 64)} {short_id(peer)}" if peer else ""
+    what, text = told(fields)
+    moment = fields["at"][:19].replace("T", " ")
+    text = f"{who}{_JOINTS.get(fields['entry'], ', ')}{text}" if who and text else who or text
+    return f"{fields['index']:>6}  {moment}  {what:11}  {text}"
+
+
+_JOINTS = {"BanLifted": ": "}
+
+
+def told(fields: dict[str, Any]) -> tuple[str, str]:
+    """What happened in an entry (see ``shown``), and the rest of it, without whose it is."""
     lease = f"lease {fields.get('lease_id', '')[:8]}"
     kind = fields["entry"]
     if kind == "RunCreated":
         what, text = "run created", f"id {fields['run_id'][:16]}"
     elif kind == "NodeJoined":
-        what, text = "joined", who
+        what, text = "joined", ""
     elif kind == "LeaseIssued":
         work = f"{fields['prompts']} x {fields['group_size']} at version {fields['policy_version']}"
-        what, text = "lent", f"{who}, {lease}, {work}"
+        what, text = "lent", f"{lease}, {work}"
     elif kind == "BlockLeased":
         work = f"block {fields['block']} place {fields['slot']} at version {fields['policy_version']}"
-        what, text = "lent", f"{who}, {lease}, {work}"
+        what, text = "lent", f"{lease}, {work}"
     elif kind == "LeaseClosed":
-        what, text = fields["reason"], f"{who}, {lease}" if who else lease
+        what, text = fields["reason"], lease
     elif kind == "Submitted":
-        what, text = "submitted", f"{who}, {lease}"
+        what, text = "submitted", lease
     elif kind == "Judged" and fields["accepted"]:
-        what, text = "accepted", f"{who}, {lease}, +{fields['credit']:,} Mflop"
+        what, text = "accepted", f"{lease}, +{fields['credit']:,} Mflop"
     elif kind == "Judged":
-        what, text = "REJECTED", f"{who}, {lease}, check {printable(fields['check'])}"
+        what, text = "REJECTED", f"{lease}, check {printable(fields['check'])}"
     elif kind == "Appealed":
-        what, text = "appealed", f"{who}, {lease}"
+        what, text = "appealed", lease
     elif kind == "Reviewed":
         outcome = f"overturned, +{fields['credit']:,} Mflop" if fields["accepted"] else "upheld"
-        what, text = "reviewed", f"{who}, {lease}, {outcome}, check {printable(fields['check'])}"
+        what, text = "reviewed", f"{lease}, {outcome}, check {printable(fields['check'])}"
     elif kind in ("ClawedBack", "Restored"):
         sign, what = ("-", "CLAWED BACK") if kind == "ClawedBack" else ("+", "restored")
-        text = f"{who}, {lease}, {sign}{fields['credit']:,} Mflop, because of {fields['cause'][:12]}"
+        text = f"{lease}, {sign}{fields['credit']:,} Mflop, because of {fields['cause'][:12]}"
     elif kind == "NodeBanned":
         what = "BANNED"
-        text = f"{who}, until {minute(fields['until'])}: {printable(fields['reason'], 500)}"
+        text = f"until {minute(fields['until'])}: {printable(fields['reason'], 500)}"
     elif kind == "BanLifted":
-        what, text = "ban lifted", f"{who}: {printable(fields['reason'], 500)}"
+        what, text = "ban lifted", printable(fields["reason"], 500)
     elif kind == "AuditCommitted":
         what, text = "audit seed", f"{fields['epoch']} committed to: {fields['commitment'][:16]}"
     elif kind == "AuditRevealed":
         what, text = "audit seed", f"{fields['epoch']} published: {fields['seed'][:16]}"
     else:
         what, text = "published", f"version {fields['version']}, manifest {fields['manifest'][:16]}"
-    moment = fields["at"][:19].replace("T", " ")
-    return f"{fields['index']:>6}  {moment}  {what:11}  {text}"
+    return what, text
