@@ -2,8 +2,10 @@
 
 ``MerkleLog`` keeps the hash of every complete subtree, one flat array per level: 64
 bytes a leaf in all, an append touches O(log n) of them, and root and proofs of *any*
-earlier size come out in O(log^2 n). ``tree_root`` and the ``*_path`` functions make
-them from wherever such hashes come; the ``verify_*`` functions need no log.
+earlier size come out in O(log^2 n). Whoever has the log's tiles elsewhere can have it
+``forget`` what they hold; then it keeps a few KiB, however long it grows. ``tree_root``
+and the ``*_path`` functions make roots and proofs from wherever such hashes come; the
+``verify_*`` functions need no log.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 HASH_BYTES = 32
 EMPTY_ROOT = hashlib.sha256(b"").digest()
+_TILE_LEVELS = 8  # as in barnraise.protocol.tlog_tiles, whose tiles hold what is forgotten here
 
 Nodes = Callable[[int, int], bytes]
 """Gives, for level k and index i, the hash of the complete subtree over leaves [i * 2^k, (i + 1) * 2^k)."""
@@ -28,14 +31,38 @@ def node_hash(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\1" + left + right).digest()
 
 
+def _unavailable(level: int, index: int) -> bytes:
+    raise IndexError(f"subtree {index} at level {level} was forgotten, and nothing else has it")
+
+
 class MerkleLog:
     """The log's hashes; the entries themselves are kept by the caller."""
 
     def __init__(self) -> None:
         self._levels: list[bytearray] = [bytearray()]  # level k, hash i: leaves [i * 2^k, (i + 1) * 2^k)
+        self._first: list[int] = [0]  # the number of each level's first hash that is kept
+        self._earlier: Nodes = _unavailable
+
+    @classmethod
+    def resumed(cls, size: int, rows: Sequence[bytes], earlier: Nodes = _unavailable) -> MerkleLog:
+        """The log of ``size`` entries of which ``tail`` gave ``rows``; ``earlier`` has the other hashes.
+
+        Raises:
+            ValueError: such a log has other rows.
+        """
+        log = cls()
+        log._levels = [bytearray(row) for row in rows]
+        log._first = [_first_kept(level, size) for level in range(len(rows))]
+        log._earlier = earlier
+        for level, row in enumerate(rows):
+            if len(row) != HASH_BYTES * ((size >> level) - log._first[level]):
+                raise ValueError(f"a log of {size} entries has not {len(row)} bytes of level {level} to keep")
+        if not rows or size >> len(rows):
+            raise ValueError(f"{len(rows)} levels are not those of a log of {size} entries")
+        return log
 
     def __len__(self) -> int:
-        return len(self._levels[0]) // HASH_BYTES
+        return self._first[0] + len(self._levels[0]) // HASH_BYTES
 
     def append(self, leaf: bytes) -> int:
         """Add an entry's bytes and return its index."""
@@ -49,8 +76,33 @@ class MerkleLog:
             count >>= 1
             if level == len(self._levels):
                 self._levels.append(bytearray())
+                self._first.append(0)
             self._levels[level] += digest
         return index
+
+    def tail(self) -> tuple[bytes, ...]:
+        """For each level, the hashes from which the log can go on: of its last tile and the subtrees in it.
+
+        At most 16 KiB for every eight levels. See ``resumed``.
+        """
+        size = len(self)
+        starts = (_first_kept(level, size) for level in range(len(self._levels)))
+        return tuple(self.hashes(level, first, (size >> level) - first) for level, first in enumerate(starts))
+
+    def forget(self, size: int, earlier: Nodes) -> None:
+        """Give up what the full tiles of the first ``size`` entries hold; from now on ``earlier`` is asked.
+
+        Not while another thread reads.
+
+        Raises:
+            IndexError: the log has fewer entries.
+        """
+        self._check(size)
+        self._earlier = earlier
+        for level, row in enumerate(self._levels):
+            first = max(self._first[level], _first_kept(level, size))
+            del row[: (first - self._first[level]) * HASH_BYTES]
+            self._first[level] = first
 
     def root(self, size: int | None = None) -> bytes:
         """Root of the first ``size`` entries (all of them by default).
@@ -88,8 +140,13 @@ class MerkleLog:
         Raises:
             IndexError: the log has no such subtrees.
         """
-        row = self._levels[level] if 0 <= level < len(self._levels) else b""
-        found = bytes(row[start * HASH_BYTES : (start + count) * HASH_BYTES]) if start >= 0 <= count else b""
+        row, first = (self._levels[level], self._first[level]) if 0 <= level < len(self._levels) else (b"", 0)
+        if 0 <= start < first and count >= 0:
+            forgotten = min(count, first - start)
+            rest = self.hashes(level, first, count - forgotten)
+            return b"".join(self._earlier(level, start + at) for at in range(forgotten)) + rest
+        at = (start - first) * HASH_BYTES
+        found = bytes(row[at : at + count * HASH_BYTES]) if start >= 0 <= count else b""
         if len(found) != count * HASH_BYTES:
             raise IndexError(f"the log has no {count} subtrees from number {start} on at level {level}")
         return found
@@ -99,7 +156,10 @@ class MerkleLog:
             raise IndexError(f"the log has {len(self)} entries, not {size}")
 
     def _node(self, level: int, index: int) -> bytes:
-        return bytes(self._levels[level][index * HASH_BYTES : (index + 1) * HASH_BYTES])
+        at = (index - self._first[level]) * HASH_BYTES
+        if at < 0:
+            return self._earlier(level, index)
+        return bytes(self._levels[level][at : at + HASH_BYTES])
 
 
 def tree_root(nodes: Nodes, size: int) -> bytes:
@@ -232,6 +292,12 @@ def proven_roots(
         node >>= 1
         last >>= 1
     return (old, new) if last == 0 else None
+
+
+def _first_kept(level: int, size: int) -> int:
+    """The first subtree at ``level`` that is in no full tile of the log (256 hashes, every eighth level)."""
+    below = level % _TILE_LEVELS
+    return (size >> (level - below) >> _TILE_LEVELS << _TILE_LEVELS) >> below
 
 
 def _range(nodes: Nodes, start: int, end: int) -> bytes:

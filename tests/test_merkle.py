@@ -2,7 +2,7 @@ import hashlib
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barnraise.protocol.merkle import EMPTY_ROOT, MerkleLog, leaf_hash, verify_consistency, verify_inclusion
@@ -213,3 +213,59 @@ def test_a_log_keeps_two_hashes_a_leaf_and_answers_for_any_size() -> None:
 
 def flipped(digest: bytes) -> bytes:
     return bytes([digest[0] ^ 1]) + digest[1:]
+
+
+def tile_levels(size: int) -> int:
+    return max(1, -(-max(1, size.bit_length()) // 8))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=4), st.data())
+def test_a_log_that_forgets_what_tiles_hold_goes_on_as_if_it_had_not(
+    steps: list[int], data: st.DataObject
+) -> None:
+    whole, thin = MerkleLog(), MerkleLog()
+    for step in steps:
+        for _ in range(step):
+            leaf = len(whole).to_bytes(4, "big")
+            assert whole.append(leaf) == thin.append(leaf)
+        size = data.draw(st.integers(0, len(whole)))
+        if data.draw(st.booleans()):
+            thin.forget(size, whole._node)
+        else:
+            thin = MerkleLog.resumed(len(thin), thin.tail(), whole._node)
+        assert (len(thin), thin.root(), thin.tail()) == (len(whole), whole.root(), whole.tail())
+        assert thin.root(size) == whole.root(size)
+        assert thin.consistency_proof(size) == whole.consistency_proof(size)
+        if size:
+            assert thin.inclusion_proof(size - 1) == whole.inclusion_proof(size - 1)
+        start = data.draw(st.integers(0, len(whole)))
+        count = data.draw(st.integers(0, len(whole) - start))
+        assert thin.hashes(0, start, count) == whole.hashes(0, start, count)
+        assert sum(map(len, thin.tail())) <= 16_384 * tile_levels(len(thin))
+
+
+def test_what_was_forgotten_is_asked_for_and_never_made_up() -> None:
+    log = log_of([bytes([number & 255]) for number in range(1000)])
+    asked: list[tuple[int, int]] = []
+    whole = log_of([bytes([number & 255]) for number in range(1000)])
+
+    def earlier(level: int, index: int) -> bytes:
+        asked.append((level, index))
+        return whole._node(level, index)
+
+    log.forget(900, earlier)
+    for size in range(900, 1001):  # a coordinator signs and publishes these
+        assert log.root(size) == whole.root(size)
+    assert log.hashes(0, 768, 232) == whole.hashes(0, 768, 232)
+    assert asked == []
+    assert log.inclusion_proof(3) == whole.inclusion_proof(3)
+    assert asked
+    with pytest.raises(IndexError):
+        MerkleLog.resumed(1000, whole.tail()).inclusion_proof(3)
+
+
+@pytest.mark.parametrize("size", [999, 1001, 2000, 0])
+def test_a_tail_is_of_one_size_only(size: int) -> None:
+    with pytest.raises(ValueError, match=r"entries has not|are not those"):
+        MerkleLog.resumed(size, log_of([b"x"] * 1000).tail())
