@@ -10,6 +10,7 @@ import msgspec
 from barnraise.protocol.identity import peer_id_of
 from barnraise.protocol.ledger_entries import LedgerEntry
 from barnraise.protocol.ledger_places import Place
+from barnraise.protocol.ledger_standings import Standing
 from barnraise.protocol.moments import minute, shown_moment
 from barnraise.protocol.wire import printable
 
@@ -48,6 +49,30 @@ def placed_fields(place: Place, names: dict[str, str]) -> dict[str, Any]:
     if place.version is not None and "version" not in fields:
         fields.setdefault("policy_version", place.version)
     return fields
+
+
+def standing_fields(node: Standing) -> dict[str, Any]:
+    """A standing as plain values."""
+    return {
+        "node": peer_id(node.node),
+        "name": node.name,
+        "names": node.names,
+        "joined": shown_moment(node.joined_ms),
+        "last": shown_moment(node.last_ms),
+        "credit": node.credit,
+        "recent_per_day": round(node.recent, 3),
+        "leased": node.leased,
+        "closed": node.closed,
+        "submitted": node.submitted,
+        "accepted": node.accepted,
+        "unaudited": node.unaudited,
+        "rejected": node.rejected,
+        "appeals": node.appeals,
+        "overturned": node.overturned,
+        "clawed_back": node.clawed_back,
+        "banned_until": shown_moment(node.banned_until) if node.banned_until else None,
+        "ban_reason": node.ban_reason,
+    }
 
 
 def line(fields: dict[str, Any], names: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ exactly away what its work had added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from barnraise.protocol.ledger_entries import (
@@ -76,6 +76,48 @@ class Standing:
         return self.names[-1] if self.names else ""
 
 
+Earn = Callable[[Standing, bytes, int, int], None]
+"""Given node, submission, when (ms) and credit (negative: taken back): counts it in balance and average."""
+
+
+def count(node: Standing, entry: LedgerEntry, earn: Earn) -> None:
+    """Count one entry that concerns ``node`` and breaks no rule; what credit it moves goes to ``earn``."""
+    node.last_ms = max(node.last_ms, entry.at_ms)
+    match entry:
+        case NodeJoined():
+            node.names = [*(name for name in node.names if name != entry.name), entry.name][-NAMES_KEPT:]
+        case LeaseIssued() | BlockLeased():
+            node.leased += 1
+        case LeaseClosed():
+            node.closed += 1
+        case Submitted():
+            node.submitted += 1
+        case Judged() if entry.accepted:
+            node.accepted += 1
+            node.unaudited += entry.check == UNAUDITED
+            earn(node, entry.submission_id, entry.at_ms, entry.credit)
+        case Judged():
+            node.rejected += 1
+        case Appealed():
+            node.appeals += 1
+        case Reviewed() if entry.accepted:
+            node.rejected, node.accepted = node.rejected - 1, node.accepted + 1
+            node.overturned += 1
+            earn(node, entry.submission_id, entry.at_ms, entry.credit)
+        case ClawedBack():
+            node.clawed_back += entry.credit
+            earn(node, entry.submission_id, entry.at_ms, -entry.credit)
+        case Restored():
+            node.clawed_back -= entry.credit
+            earn(node, entry.submission_id, entry.at_ms, entry.credit)
+        case NodeBanned():
+            node.banned_until, node.ban_reason = entry.until, entry.reason
+        case BanLifted():
+            node.banned_until, node.ban_reason = 0, ""
+        case _:
+            pass
+
+
 @dataclass(slots=True)
 class Standings:
     """Standings of all nodes at ``now_ms``. An entry that breaks a rule changes nothing."""
@@ -99,7 +141,7 @@ class Standings:
             self.broken += 1
             return
         if isinstance(entry, LeaseClosed):
-            self._count(self.nodes[self._leases[entry.lease_id]], entry)
+            count(self.nodes[self._leases[entry.lease_id]], entry, self._earn)
             return
         key: bytes | None = getattr(entry, "node", None)
         if key is None:
@@ -109,43 +151,7 @@ class Standings:
         elif isinstance(entry, LeaseIssued | BlockLeased):
             self._leases[entry.lease_id] = key
         if (node := self.nodes.get(key)) is not None:
-            self._count(node, entry)
-
-    def _count(self, node: Standing, entry: LedgerEntry) -> None:
-        node.last_ms = max(node.last_ms, entry.at_ms)
-        match entry:
-            case NodeJoined():
-                node.names = [*(name for name in node.names if name != entry.name), entry.name][-NAMES_KEPT:]
-            case LeaseIssued() | BlockLeased():
-                node.leased += 1
-            case LeaseClosed():
-                node.closed += 1
-            case Submitted():
-                node.submitted += 1
-            case Judged() if entry.accepted:
-                node.accepted += 1
-                node.unaudited += entry.check == UNAUDITED
-                self._earn(node, entry.submission_id, entry.at_ms, entry.credit)
-            case Judged():
-                node.rejected += 1
-            case Appealed():
-                node.appeals += 1
-            case Reviewed() if entry.accepted:
-                node.rejected, node.accepted = node.rejected - 1, node.accepted + 1
-                node.overturned += 1
-                self._earn(node, entry.submission_id, entry.at_ms, entry.credit)
-            case ClawedBack():
-                node.clawed_back += entry.credit
-                self._earn(node, entry.submission_id, entry.at_ms, -entry.credit)
-            case Restored():
-                node.clawed_back -= entry.credit
-                self._earn(node, entry.submission_id, entry.at_ms, entry.credit)
-            case NodeBanned():
-                node.banned_until, node.ban_reason = entry.until, entry.reason
-            case BanLifted():
-                node.banned_until, node.ban_reason = 0, ""
-            case _:
-                pass
+            count(node, entry, self._earn)
 
     def _earn(self, node: Standing, submission_id: bytes, at_ms: int, credit: int) -> None:
         earned = self._earned.setdefault(submission_id, at_ms)  # a claw-back is of that moment's credit

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from barnraise.protocol.ledger_file import open_ledger
-from barnraise.protocol.ledger_lines import line, peer_id, placed_fields
+from barnraise.protocol.ledger_lines import line, peer_id, placed_fields, standing_fields
 from barnraise.protocol.ledger_places import Filter
 from barnraise.protocol.ledger_standings import Standing, Standings
 from barnraise.protocol.moments import minute, shown_moment
@@ -44,30 +43,6 @@ def read_standings(path: Path, now_ms: int | None) -> Standings:
             if not index % 4096:
                 progress("reading the ledger", ledger.fraction())
     return found
-
-
-def standing_fields(node: Standing) -> dict[str, Any]:
-    """A standing as plain values."""
-    return {
-        "node": peer_id(node.node),
-        "name": node.name,
-        "names": node.names,
-        "joined": shown_moment(node.joined_ms),
-        "last": shown_moment(node.last_ms),
-        "credit": node.credit,
-        "recent_per_day": round(node.recent, 3),
-        "leased": node.leased,
-        "closed": node.closed,
-        "submitted": node.submitted,
-        "accepted": node.accepted,
-        "unaudited": node.unaudited,
-        "rejected": node.rejected,
-        "appeals": node.appeals,
-        "overturned": node.overturned,
-        "clawed_back": node.clawed_back,
-        "banned_until": shown_moment(node.banned_until) if node.banned_until else None,
-        "ban_reason": node.ban_reason,
-    }
 
 
 def _warn(found: Standings) -> None:
