@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -22,12 +23,15 @@ from barnraise.coordinator.journal import Write
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.protocol.cosignature import cosigned_at, node_cosignatures, node_witness, witness_name
 from barnraise.protocol.errors import MalformedError, StorageError
-from barnraise.protocol.identity import Identity
+from barnraise.protocol.evidence import Accusations
+from barnraise.protocol.identity import Identity, peer_id_of
 from barnraise.protocol.ledger import encode_entry
 from barnraise.protocol.log_stream import serve_log
+from barnraise.protocol.messages import Signed
 from barnraise.protocol.network import Handler
 from barnraise.protocol.notes import Note, NoteSignature, parse_note, parse_signatures
 from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin_of, sign_checkpoint
+from barnraise.protocol.witness_store import WitnessStore
 
 MAX_COSIGNATURES = 63  # in the file
 COSIGNED_EVERY_S = 2.0
@@ -44,7 +48,9 @@ class LogBelt:
         StorageError: it cannot be read.
     """
 
-    def __init__(self, core: Core, identity: Identity, folder: Path) -> None:
+    def __init__(
+        self, core: Core, identity: Identity, folder: Path, signed_spec: Signed | None = None
+    ) -> None:
         self._core = core
         self._identity = identity
         key = log_key(core.run_id, core.spec.operator)
@@ -57,6 +63,13 @@ class LogBelt:
             note = parse_note(self.folder.head.note)
             good = node_cosignatures(note.text, note.signatures)
             self._cosigned = {item.name: item for item in note.signatures if item.name in good}
+        self._key, self._spec = key, signed_spec
+        self._evidence = WitnessStore(folder.parent / "witness")
+        path, _ = self._evidence.conviction(key)
+        self._accusations = Accusations(key, believed=path is not None)
+        self._alarm = "" if path is None else _charge(path)
+        if self._alarm:
+            log.error("%s", self._alarm)
         self._fresh = trio.Event()
         self._writing = trio.Lock()
         core.listeners.append(self._note)
@@ -67,7 +80,31 @@ class LogBelt:
         async def read(path: str) -> bytes | None:
             return await self._core.offload(lambda: self.folder.read(path))
 
-        return serve_log(read, self._take)
+        return serve_log(read, self._take, self._convict)
+
+    def witnesses(self) -> dict[str, Any]:
+        """What the state tree has under ``witnesses``: who cosigned the checkpoint that is out there.
+
+        ``cosigned``: newest first, times in ms since the epoch; ``age_s``: seconds since the newest,
+        None without any; ``alarm``: what is wrong with this log, ``""`` if nothing.
+        """
+        head, state = self.folder.head, self._core.state
+        found = sorted(((cosigned_at(item), name) for name, item in self._cosigned.items()), reverse=True)
+        rows = []
+        for at, name in found:
+            key = node_witness(name)
+            assert key is not None  # others are not taken
+            node = state.nodes.get(key.public_key)
+            peer_id = peer_id_of(key.public_key)
+            rows.append({"node": peer_id, "name": "" if node is None else node.name, "at_ms": at * 1000})
+        return {
+            "size": self.folder.size,
+            "root": "" if head is None else head.root.hex(),
+            "cosigned": rows,
+            "count": len(rows),
+            "age_s": max(0.0, self._core.now_ms() / 1000 - found[0][0]) if found else None,
+            "alarm": self._alarm,
+        }
 
     async def run(self) -> None:
         """Publish whatever was signed, for ever. A disk that refuses is tried again."""
@@ -152,6 +189,18 @@ class LogBelt:
         self._fresh.set()
         return True
 
+    def _convict(self, peer_id: str, evidence: bytes) -> bool:
+        """A node found that this run's key signed two histories: whoever did that, the operator must know."""
+        conflict = self._accusations.hear(peer_id, evidence, trio.current_time())
+        if conflict is not None:
+            self._alarm = _charge(self._evidence.evidence_path(self._key, conflict, self._spec))
+            try:
+                self._evidence.keep_evidence(self._key, conflict, self._spec)
+            except StorageError as error:
+                self._alarm += f"; but it is not there: {error}"
+            log.error("%s", self._alarm)
+        return True
+
     async def _renew(self) -> None:
         """Write what was cosigned, many at a time."""
         while True:
@@ -168,3 +217,11 @@ class LogBelt:
                 if self.folder.head is head:  # else these are of the checkpoint before
                     with suppress(StorageError):  # the next ones will be tried
                         await self._core.offload(partial(self.folder.put_checkpoint, note))
+
+
+def _charge(evidence: Path) -> str:
+    return (
+        "SPLIT VIEW: this run's key signed two ledgers that contradict each other: an old copy of the run "
+        "folder was continued, or somebody else has the key. Nodes that know take no more work. "
+        f"'barnraise ledger evidence {evidence}' says what was signed"
+    )

@@ -115,7 +115,7 @@ async def run_coordinator(
     journal = Journal(run.journal_path)
     try:
         core = Core(journal, run.spec, run.run_id, run.identity, now_ms, offload)
-        public_log = LogBelt(core, run.identity, run.log_folder)
+        public_log = LogBelt(core, run.identity, run.log_folder, run.signed_spec)
         hub, progress = Hub(), Progress()
         store = DiskStore(run.store_path)
         sessions = Sessions(
@@ -136,7 +136,7 @@ async def run_coordinator(
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
         learner.on_progress = progress.note
-        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path)
+        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path, public_log)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)

@@ -12,6 +12,7 @@ from barnraise.coordinator.block_scheduler import in_blocks
 from barnraise.coordinator.block_status import block_state, round_in_words, stage_of
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub, Live
+from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.state import Node
@@ -31,6 +32,7 @@ def state_tree(
     started_ms: int,
     origin: Origin | None = None,
     run_folder: Path | None = None,
+    public_log: LogBelt | None = None,
 ) -> dict[str, Any]:
     """Everything that a person or the demo wants to see; keys as the viewers expect them."""
     state, spec = core.state, core.spec
@@ -83,6 +85,7 @@ def state_tree(
         "tree": None if origin is None else origin.state(),
         "training_seconds": round(sum(info.stats.seconds for info in history if info.stats is not None), 3),
         "ledger_size": len(core.ledger),
+        "witnesses": None if public_log is None else public_log.witnesses(),
         "complete": complete,
         "address": addresses[0] if addresses else "",
         "addresses": list(addresses),

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -87,6 +88,9 @@ class Context:
     seen: Seen = field(default_factory=Seen)  # lately; see barnraise.node.guard
     verdict: Verdict = field(default_factory=Verdict)
     full: Suspension | None = None  # the disk is, see barnraise.node.room
+    distrusted: Suspension | None = None  # the operator is, see barnraise.node.distrust
+    distrust_overridden: bool = False
+    witness_folder: Path | None = None
     receipts_refused: str = ""  # by the disk: why; those after it are not taken, so that no gap is left
     engine_limits: EngineLimits | None = None  # what the engine was told last
     wake: Signal = field(default_factory=Signal)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import trio
 
-from barnraise.node import actions, core, guard, hardware, overlay, reach, room, sleep, witness
+from barnraise.node import actions, core, distrust, guard, hardware, overlay, reach, room, sleep, witness
 from barnraise.node.appeal import appeal
 from barnraise.node.attend import attend
 from barnraise.node.clock import Clock
@@ -111,7 +111,12 @@ class NodeHandle:
         return self._command("pause", f"paused for {seconds:g} s", trio.current_time() + seconds)
 
     async def _resume(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        reply, held = self._command("run", "resumed"), self._ctx.facts.suspended
+        ctx = self._ctx
+        if ctx.distrusted is not None and ctx.state.mode == "run":  # a pause is taken back first
+            ctx.say(text := distrust.override(ctx))
+            guard.hold(ctx)
+            return {"ok": True, "text": text}
+        reply, held = self._command("run", "resumed"), ctx.facts.suspended
         if reply["ok"] and held:
             reply["text"] += f", but work stays suspended: {held[0]['reason']}; {held[0]['cure']}"
         return reply

@@ -75,8 +75,7 @@ def hold(ctx: Context) -> None:
     """Tell the core what holds work up: the rules, and a spent quota."""
     wall_ms, now = ctx.clock.wall_ms(), trio.current_time()
     causes = list(ctx.verdict.suspensions)
-    if ctx.full is not None:
-        causes.append(ctx.full)
+    causes += [cause for cause in (ctx.full, ctx.distrusted) if cause is not None]
     spent = ctx.limits.spent(wall_ms)
     if spent is not None:
         causes.append(quota_suspension(spent[0], spent[1] / 1000))

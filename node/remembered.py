@@ -68,6 +68,15 @@ def save_run(folder: Path, signed_spec: Signed) -> None:
         write_durably(path, data)
 
 
+def read_run(folder: Path) -> Signed | None:
+    """What ``save_run`` kept, not checked; None: nothing that can be read."""
+    try:
+        path = folder / "run.bin"
+        return decode(path.read_bytes(), Signed) if path.stat().st_size <= _MOST_SPEC else None
+    except (OSError, BarnraiseError):
+        return None
+
+
 def remembered_run(known: KnownRuns, runs: Path, coordinators: Iterable[str]) -> tuple[str, Run] | None:
     """The coordinator (peer id) among these whose run was joined before, and that run; None: none of them.
 
@@ -78,12 +87,11 @@ def remembered_run(known: KnownRuns, runs: Path, coordinators: Iterable[str]) ->
         if identity is None:
             continue
         try:
-            path = runs / identity.hex()[:16] / "run.bin"
-            if path.stat().st_size > _MOST_SPEC:
+            signed = read_run(runs / identity.hex()[:16])
+            if signed is None:
                 continue
-            signed = decode(path.read_bytes(), Signed)
             spec = open_run_spec(signed)
-        except (OSError, BarnraiseError):
+        except BarnraiseError:
             continue
         if run_id(signed) == identity and known.operator_of(peer_id) == spec.operator:
             return peer_id, Run(spec, identity)

@@ -29,7 +29,9 @@ _Fraction = Annotated[float, Meta(gt=0, le=1)]
 _Threads = Annotated[int, Meta(ge=1, le=1024)]
 Hours = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]-(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")]
 Program = Annotated[str, Meta(min_length=1, max_length=64)]
-Kind = Literal["quota", "idle", "gpu", "hours", "battery", "program", "heat", "memory", "overrun", "disk"]
+Kind = Literal[
+    "quota", "idle", "gpu", "hours", "battery", "program", "heat", "memory", "overrun", "disk", "split-view"
+]
 
 
 class Rules(Struct, frozen=True, kw_only=True):

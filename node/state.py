@@ -171,6 +171,7 @@ class Facts:
     started_ms: int = 0
     consent: dict[str, Any] | None = None  # see barnraise.node.consent
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
+    witness: dict[str, Any] | None = None  # see barnraise.node.witness.fields
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
 
 
@@ -243,6 +244,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
             "addresses": list(facts.reach.addresses),
         },
         "tree": facts.tree,
+        "witness": facts.witness,
         "peers": facts.peers,
         "tokens_per_s": round(facts.tokens_per_s, 1),
         "engine": facts.engine,

@@ -4,7 +4,12 @@ Once a minute it asks the coordinator, and a few peers it is connected with, for
 newest checkpoint that they know. A larger one is judged by the coordinator's tiles, kept
 durably, cosigned, and the cosignature handed in. Two that no ledger can have both are
 an alarm: a loud line, and a file with both signed heads that convicts the operator
-before anybody. From then on this node cosigns nothing more of that run.
+before anybody. From then on this node cosigns nothing more of that run, hands the
+evidence to every peer it is connected with, and takes no more work (the unit at hand is
+finished) until a person has it resume.
+
+Evidence that a peer hands in is believed if it is signed by the run's own key and holds;
+then all of this follows from it in the same way.
 """
 
 from __future__ import annotations
@@ -13,15 +18,20 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from barnraise.node.context import Context
-from barnraise.protocol.cosignature import cosign, witness_name
+from barnraise.node.distrust import hold_back
+from barnraise.node.remembered import read_run
+from barnraise.protocol.cosignature import cosign, cosigned_at, witness_name
 from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
+from barnraise.protocol.evidence import Accusations, encode_evidence
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.log_messages import CHECKPOINT, LOG_PROTOCOL
-from barnraise.protocol.log_stream import fetch_files, fetch_tiles, hand_in, serve_log
+from barnraise.protocol.log_stream import accuse, fetch_files, fetch_tiles, hand_in, serve_log
+from barnraise.protocol.messages import Signed
 from barnraise.protocol.notes import Ed25519Key, parse_note
 from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 from barnraise.protocol.tlog_tiles import Tile, TileTree, tiles_to_compare
@@ -31,6 +41,10 @@ from barnraise.protocol.witness_store import WitnessStore
 
 EVERY_S = 60.0
 PEERS = 3  # asked each time
+ACCUSE_EVERY_S = 10.0
+ACCUSED_AT_ONCE = 8  # peers told in one round
+TRIES = 3  # to hand evidence to one peer
+MAX_TOLD = 4096  # peers remembered
 MAX_OPEN = 16  # heads that wait for a proof
 PATIENCE_S = 900.0  # without a proof, before a person is told
 
@@ -45,22 +59,58 @@ class Witness:
 
     Attributes:
         last: the head that was kept last.
-        convicted: whether this log was caught with two histories, now or by an earlier process.
+        cosigned_s: when a head was last cosigned, seconds since the Unix epoch; None: not by this process.
+        evidence: the first proof that this log has two histories, as its file; None: there is none.
+        alarm: what a person must know of this log, ``""`` if nothing.
 
     Raises (when it is made):
         StorageError: its memory is damaged or cannot be read; it must not begin anew.
     """
 
-    def __init__(self, folder: Path, key: Ed25519Key, identity: Identity) -> None:
+    def __init__(
+        self, folder: Path, key: Ed25519Key, identity: Identity, run_spec: Signed | None = None
+    ) -> None:
         self.key = key
         self.name = witness_name(identity.peer_id)
         self._identity = identity
+        self._spec = run_spec
         self._store = WitnessStore(folder)
         self.last = self._store.last(key)
-        self.convicted = any(folder.glob("evidence-split-view-*.json"))
+        self.cosigned_s: int | None = None
+        self.evidence, conflict = self._store.conviction(key)
+        self._conflict = conflict
+        self._accusations = Accusations(key, believed=self.convicted)
         self._open: dict[str, Head] = {}  # by text
         self._unproven: dict[str, float] = {}  # since when
+        self._suspicions: dict[str, str] = {}  # what was said of heads that still wait
         self._told: set[Path] = set()
+
+    @property
+    def convicted(self) -> bool:
+        """Whether this log was caught with two histories, now or by an earlier process."""
+        return self.evidence is not None
+
+    @property
+    def alarm(self) -> str:
+        if self.evidence is not None:
+            return _charge(self._conflict, self.evidence)
+        return next(iter(self._suspicions.values()), "")
+
+    @property
+    def accusation(self) -> bytes | None:
+        """The evidence as it goes to peers; None: there is none that could be shown."""
+        return None if self._conflict is None else encode_evidence(self.key, self._conflict)
+
+    def accused(self, peer_id: str, evidence: bytes, now: float) -> str | None:
+        """Judge evidence that a peer handed in; an alarm for a person where it is the first proof.
+
+        ``now``: seconds of a monotonic clock.
+
+        Raises:
+            MalformedError, SignatureError: it proves nothing against this log.
+        """
+        conflict = self._accusations.hear(peer_id, evidence, now)
+        return None if conflict is None else self._convict(conflict)
 
     async def hear(self, note: bytes, fetch: FetchTiles, now_s: int) -> tuple[str | None, list[str]]:
         """Judge a checkpoint: our cosignature's line where there is a new one, and alarms for a person.
@@ -80,13 +130,18 @@ class Witness:
             self._open[text] = head
         alarms: list[str] = []
         for place in sorted(self._open, key=lambda item: item != text):  # others may be judged by it
+            if self.convicted:  # once is enough
+                break
             alarm = await self._settle(place, fetch)
             if alarm:
                 alarms.append(alarm)
         if self.convicted or self.last is None or self.last.checkpoint.text != text:
             return None, alarms
-        if any(item.name == self.name for item in parse_note(note).signatures):
+        mine = [item for item in parse_note(note).signatures if item.name == self.name]
+        if mine:
+            self.cosigned_s = max(self.cosigned_s or 0, cosigned_at(mine[0]))
             return None, alarms
+        self.cosigned_s = now_s
         return cosign(text, self.name, self._identity, now_s).line, alarms
 
     async def _settle(self, place: str, fetch: FetchTiles) -> str | None:
@@ -98,13 +153,11 @@ class Witness:
                 since = self._unproven.setdefault(place, trio.current_time())
                 if trio.current_time() - since < PATIENCE_S:
                     return None
-                self._close(place)
-                return self._alarm(verdict)
+                return self._suspect(place, verdict)  # and goes on waiting for its proof
             case Conflict():
-                self.convicted = True
-                alarm = self._alarm(verdict)
+                self._accusations.believed = True
                 self._close(place)
-                return alarm
+                return self._convict(verdict)
         if last is None or head.size > last.size:
             self._store.keep(self.key, head)
             self.last = head
@@ -112,24 +165,44 @@ class Witness:
         return None
 
     def _close(self, place: str) -> None:
-        self._open.pop(place, None)
-        self._unproven.pop(place, None)
+        for items in (self._open, self._unproven, self._suspicions):
+            items.pop(place, None)
 
-    def _alarm(self, trouble: Conflict | Unproven) -> str | None:
-        path = self._store.keep_evidence(self.key, trouble)
+    def _convict(self, conflict: Conflict) -> str | None:
+        if self._conflict is None:
+            self._conflict = conflict
+        path = self._store.evidence_path(self.key, conflict, self._spec)
+        self.evidence = self.evidence or path  # believed, whatever the disk says
         if path in self._told:
             return None
         self._told.add(path)
-        sizes = f"{trouble.smaller.size} and {trouble.larger.size} entries"
-        if isinstance(trouble, Conflict):
-            return (
-                f"SPLIT VIEW: the operator signed two ledgers that contradict each other ({sizes}); {path} "
-                "proves it: show it to others, and trust no balance of this run until it is explained"
-            )
-        return (
-            f"the ledger's heads of {sizes} are both signed, and for {PATIENCE_S / 60:.0f} minutes the "
-            f"coordinator gave no proof that one grew from the other; both are in {path}"
+        try:
+            self._store.keep_evidence(self.key, conflict, self._spec)
+        except StorageError as error:
+            return f"{_charge(conflict, path)}; but it is not there: {error}"
+        return _charge(conflict, path)
+
+    def _suspect(self, place: str, trouble: Unproven) -> str | None:
+        path = self._store.keep_evidence(self.key, trouble, self._spec)
+        text = (
+            f"the ledger's heads of {trouble.smaller.size} and {trouble.larger.size} entries are both "
+            f"signed, and for {PATIENCE_S / 60:.0f} minutes the coordinator gave no proof that one grew from "
+            f"the other; both are in {path}"
         )
+        self._suspicions[place] = text
+        if path in self._told:
+            return None
+        self._told.add(path)
+        return text
+
+
+def _charge(conflict: Conflict | None, path: Path) -> str:
+    sizes = "" if conflict is None else f" ({conflict.smaller.size} and {conflict.larger.size} entries)"
+    return (
+        f"SPLIT VIEW: the operator signed two ledgers that contradict each other{sizes}; {path} "
+        "proves it: show it to others ('barnraise ledger evidence' says what it holds), and trust no balance "
+        "of this run until it is explained"
+    )
 
 
 async def _compare(one: Head, other: Head, fetch: FetchTiles) -> str | Conflict | Unproven:
@@ -150,28 +223,98 @@ async def _compare(one: Head, other: Head, fetch: FetchTiles) -> str | Conflict 
 async def watch(ctx: Context) -> None:
     """Witness the run's ledger until cancelled."""
     rng = random.Random(ctx.instance)  # not the daemon's: its draws stay what they are without a witness
+    seen = -1
     while ctx.run is None:
-        await _doze(rng)
-    run = ctx.run
-    folder = ctx.config.run_path(run.run_id) / "witness"
+        seen = await ctx.changed.wait(seen)
+    run, folder = ctx.run, ctx.config.run_path(ctx.run.run_id)
     try:
-        witness = Witness(folder, log_key(run.run_id, run.spec.operator), ctx.identity)
+        witness = Witness(
+            folder / "witness", log_key(run.run_id, run.spec.operator), ctx.identity, read_run(folder)
+        )
     except StorageError as error:
-        ctx.say(f"this node is no witness of the ledger: {error}", logging.ERROR)
+        text = f"this node is no witness of the ledger: {error}"
+        ctx.facts.witness = {"size": 0, "root": "", "cosigned_ms": None, "alarm": text, "evidence": ""}
+        ctx.say(text, logging.ERROR)
         return
+    caught = trio.Event()
+
+    def show() -> None:
+        ctx.facts.witness = fields(witness)
+        ctx.changed.set()
+        if witness.evidence is not None:
+            hold_back(ctx, folder / "witness", witness.evidence)
+            caught.set()
 
     async def read(path: str) -> bytes | None:
         return witness.last.note if path == CHECKPOINT and witness.last is not None else None
 
-    ctx.network.set_handler(LOG_PROTOCOL, serve_log(read))
+    def convict(peer_id: str, evidence: bytes) -> bool:
+        alarm = witness.accused(peer_id, evidence, trio.current_time())
+        if alarm is not None:
+            ctx.say(f"{alarm} (handed in by {printable(peer_id[-8:])})", logging.ERROR)
+            show()
+        return True
+
+    if witness.convicted:
+        ctx.say(witness.alarm, logging.ERROR)
+    show()
+    ctx.network.set_handler(LOG_PROTOCOL, serve_log(read, convict=convict))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_spread, ctx, witness, caught)
+        while True:
+            await _doze(rng)
+            if ctx.session is None or not ctx.coordinator:
+                continue
+            await _ask(ctx, witness, ctx.coordinator)
+            others = _neighbours(ctx)
+            for peer_id in rng.sample(others, min(PEERS, len(others))):
+                await _ask(ctx, witness, peer_id)
+            show()
+
+
+def fields(witness: Witness) -> dict[str, Any]:
+    """What the state tree has under ``witness``: ``evidence`` is a path, ``""`` if there is none."""
+    last, at = witness.last, witness.cosigned_s
+    return {
+        "size": 0 if last is None else last.size,
+        "root": "" if last is None else last.root.hex(),
+        "cosigned_ms": None if at is None else at * 1000,
+        "alarm": witness.alarm,
+        "evidence": "" if witness.evidence is None else str(witness.evidence),
+    }
+
+
+def _neighbours(ctx: Context) -> list[str]:
+    """Connected peers, of those that the coordinator names and those that others do.
+
+    An operator with two ledgers would name to each node only those who see the same.
+    """
+    named = [peer.peer_id for peer in ctx.peers]
+    if ctx.treecast is not None:
+        named += ctx.treecast.gossiper.core.views.active
+    return [peer for peer in dict.fromkeys(named) if peer != ctx.coordinator and ctx.network.connected(peer)]
+
+
+async def _spread(ctx: Context, witness: Witness, caught: trio.Event) -> None:
+    """Once the log is caught, hand the evidence to every peer that comes near, once each."""
+    await caught.wait()
+    tries: dict[str, int] = {}
     while True:
-        await _doze(rng)
-        if ctx.session is None or not ctx.coordinator:
-            continue
-        await _ask(ctx, witness, ctx.coordinator)
-        others = [peer.peer_id for peer in ctx.peers if ctx.network.connected(peer.peer_id)]
-        for peer_id in rng.sample(others, min(PEERS, len(others))):
-            await _ask(ctx, witness, peer_id)
+        evidence = witness.accusation
+        if evidence is None:
+            return  # found damaged on the disk: it stops this node, but convinces nobody
+        near = [*_neighbours(ctx), ctx.coordinator]
+        due = [peer for peer in near if tries.get(peer, 0) < TRIES and ctx.network.connected(peer)]
+        for peer_id in due[:ACCUSED_AT_ONCE]:
+            while len(tries) >= MAX_TOLD and peer_id not in tries:
+                del tries[next(iter(tries))]
+            tries[peer_id] = tries.get(peer_id, 0) + 1
+            try:
+                if await accuse(ctx.network, peer_id, evidence):
+                    tries[peer_id] = TRIES
+            except BarnraiseError as error:
+                log.debug("%s did not hear of the split view: %s", peer_id[-8:], printable(str(error)))
+        await trio.sleep(ACCUSE_EVERY_S)
 
 
 async def _doze(rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""Messages about the run's log, on ``LOG_PROTOCOL``: its checkpoint and tiles by path, and cosignatures."""
+"""Messages about the run's log, on ``LOG_PROTOCOL``: its checkpoint, tiles, cosignatures, alarms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from barnraise.protocol.messages import Frame, Message
 
 LOG_PROTOCOL = "/barnraise/1/log"
 MAX_FILE = 16 * 1024 * 1024 - 1  # bytes: less than the largest bundle that the format allows is
+MAX_EVIDENCE = 256 * 1024  # bytes: two of the longest notes, quoted
 CHECKPOINT = "checkpoint"
 
 
@@ -20,7 +21,7 @@ class LogRequest(Message, frozen=True):
 
 
 class LogReply(Message, frozen=True):
-    """``size`` raw bytes follow; -1: there is no such file here, or (to ``Cosigned``) it was not taken."""
+    """``size`` raw bytes follow; -1: there is no such file here, or what was handed in was not taken."""
 
     size: Annotated[int, Meta(ge=-1, le=MAX_FILE)]
 
@@ -31,8 +32,15 @@ class Cosigned(Message, frozen=True):
     line: Annotated[str, Meta(min_length=1, max_length=512)]
 
 
+class SplitView(Message, frozen=True):
+    """Evidence that the log signed two histories (``barnraise.protocol.evidence``), without a run spec."""
+
+    evidence: Annotated[bytes, Meta(min_length=1, max_length=MAX_EVIDENCE)]
+
+
 LOG_FRAMES: tuple[Frame, ...] = (
     Frame(90, LogRequest, 128, "plain"),
     Frame(91, LogReply, 16, "plain"),
     Frame(92, Cosigned, 2048, "plain"),
+    Frame(93, SplitView, MAX_EVIDENCE + 64, "plain"),
 )

@@ -1,4 +1,4 @@
-"""The run's log over a stream: ask for its files by path, as a browser would, and hand in cosignatures.
+"""The run's log over a stream: ask for its files by path, as a browser would; hand in what witnesses say.
 
 Whoever asks believes nothing of what comes: a checkpoint is signed, and tiles are
 checked against one.
@@ -18,6 +18,7 @@ from barnraise.protocol.log_messages import (
     Cosigned,
     LogReply,
     LogRequest,
+    SplitView,
 )
 from barnraise.protocol.messages import Message
 from barnraise.protocol.network import Handler, Network, Stream
@@ -37,13 +38,19 @@ Read = Callable[[str], Awaitable[bytes | None]]
 """Gives the file at a path that was checked to be one of a log; None: there is none."""
 Take = Callable[[str, str], bool]
 """Given a peer id and a signature line: whether the line was taken."""
+Convict = Callable[[str, bytes], bool]
+"""Given a peer id and evidence: whether it is believed, now or before. May raise as ``Accusations.hear``."""
 
 
-def serve_log(read: Read, take: Take = lambda peer_id, line: False) -> Handler:
+def serve_log(
+    read: Read,
+    take: Take = lambda peer_id, line: False,
+    convict: Convict = lambda peer_id, evidence: False,
+) -> Handler:
     """A handler for ``LOG_PROTOCOL``. Whoever sends anything else, or too much, loses the stream."""
 
     async def serve(stream: Stream) -> None:
-        reader = MessageReader(stream, (LogRequest, Cosigned))
+        reader = MessageReader(stream, (LogRequest, Cosigned, SplitView))
         for _ in range(REQUESTS):
             with trio.fail_after(IDLE_S):
                 request = await reader.receive()
@@ -52,6 +59,8 @@ def serve_log(read: Read, take: Take = lambda peer_id, line: False) -> Handler:
             data: bytes | None = None
             if isinstance(request, Cosigned):
                 data = b"" if take(stream.peer_id, request.line) else None
+            elif isinstance(request, SplitView):
+                data = b"" if convict(stream.peer_id, request.evidence) else None
             else:
                 assert isinstance(request, LogRequest)
                 limit_of(request.path)
@@ -117,6 +126,16 @@ async def hand_in(network: Network, peer_id: str, line: str) -> bool:
     """
     async with _Asking(network, peer_id) as asking:
         return await asking.ask(Cosigned(line=line), 0) is not None
+
+
+async def accuse(network: Network, peer_id: str, evidence: bytes) -> bool:
+    """Hand evidence of a split view to a connected peer; whether it believes it.
+
+    Raises:
+        PeerError, MalformedError: as ``fetch_files``.
+    """
+    async with _Asking(network, peer_id) as asking:
+        return await asking.ask(SplitView(evidence=evidence), 0) is not None
 
 
 class _Asking:

@@ -13,7 +13,6 @@ may be answered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,22 +20,17 @@ from typing import Literal
 from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.merkle import EMPTY_ROOT, HASH_BYTES, proven_roots
 from barnraise.protocol.notes import (
-    ED25519,
     MAX_NOTE,
     Ed25519Key,
     decode_base64,
     encode_base64,
-    format_vkey,
     parse_decimal,
     parse_note,
-    parse_vkey,
 )
 from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint, parse_checkpoint
 
 MAX_PROOF = 63  # hashes
 MAX_REQUEST = MAX_NOTE + 64 + MAX_PROOF * 45  # bytes
-MAX_EVIDENCE = 4 * MAX_NOTE  # bytes
-_FORMAT = "barnraise split view 1"
 
 Grown = Literal["grown", "same"]
 
@@ -161,55 +155,6 @@ def parse_request(data: bytes) -> tuple[int, tuple[bytes, ...], bytes]:
     if len(lines) > MAX_PROOF:
         raise MalformedError(f"the proof has more than {MAX_PROOF} hashes")
     return parse_decimal(first.removeprefix("old "), "the old size"), _hashes(lines), note
-
-
-def encode_evidence(key: Ed25519Key, trouble: Conflict | Unproven) -> bytes:
-    """Return a file (JSON) from which anybody can check the charge against a log, offline."""
-    proven = isinstance(trouble, Conflict)
-    content = {
-        "format": _FORMAT,
-        "log": format_vkey(key.name, ED25519, key.public_key),
-        "smaller": trouble.smaller.note.decode(),
-        "larger": trouble.larger.note.decode(),
-        "root": encode_base64(trouble.root) if isinstance(trouble, Conflict) else None,
-        "proof": [encode_base64(item) for item in trouble.proof] if isinstance(trouble, Conflict) else None,
-        "says": (
-            "Both checkpoints are signed by this log, and no log can have both."
-            if proven
-            else "Both checkpoints are signed by this log; a proof that the log only grew was not given."
-        ),
-    }
-    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
-def check_evidence(data: bytes) -> tuple[Ed25519Key, Conflict | Unproven]:
-    """Check a file of evidence: who is charged (compare the key with the run's), and what of it is proven.
-
-    Raises:
-        MalformedError: no such file, or it proves nothing of what it says.
-        SignatureError: a checkpoint in it is not signed by that log.
-    """
-    if len(data) > MAX_EVIDENCE:
-        raise MalformedError(f"the evidence has {len(data)} bytes; at most {MAX_EVIDENCE} are accepted")
-    try:
-        content = json.loads(data)
-        if content["format"] != _FORMAT:
-            raise MalformedError("the file is no evidence of this version")
-        name, kind, public_key = parse_vkey(str(content["log"]))
-        notes = [str(content[which]).encode() for which in ("smaller", "larger")]
-        root, lines = content["root"], content["proof"]
-        proof = None if lines is None else _hashes([str(line) for line in lines])
-        given = None if root is None else decode_base64(str(root)[:64], "the root")
-    except (ValueError, KeyError, TypeError, RecursionError, UnicodeError):
-        raise MalformedError("the file is no evidence: it cannot be read as such") from None
-    if kind != ED25519 or (proof is not None and len(proof) > MAX_PROOF):
-        raise MalformedError("the evidence has a key of another kind, or too long a proof")
-    key = Ed25519Key(name, public_key)
-    one, other = (open_checkpoint(note, key) for note in notes)
-    verdict = judge(one, other, proof or (), given)
-    if isinstance(verdict, str) or (isinstance(verdict, Unproven) and proof is not None):
-        raise MalformedError("the evidence proves nothing: these checkpoints can be of one log")
-    return key, verdict
 
 
 def _hashes(lines: Sequence[str]) -> tuple[bytes, ...]:

@@ -6,10 +6,12 @@ import hashlib
 from pathlib import Path
 
 from barnraise.protocol.durable import write_durably
-from barnraise.protocol.errors import MalformedError, SignatureError, StorageError
+from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError, StorageError
+from barnraise.protocol.evidence import MAX_EVIDENCE_FILE, check_evidence, encode_evidence
+from barnraise.protocol.messages import Signed
 from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
 from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
-from barnraise.protocol.witness import Conflict, Unproven, encode_evidence
+from barnraise.protocol.witness import Conflict, Unproven
 
 
 class WitnessStore:
@@ -51,18 +53,42 @@ class WitnessStore:
         """
         write_durably(self._path(key), head.note)
 
-    def keep_evidence(self, key: Ed25519Key, trouble: Conflict | Unproven) -> Path:
+    def keep_evidence(
+        self, key: Ed25519Key, trouble: Conflict | Unproven, run_spec: Signed | None = None
+    ) -> Path:
         """Write what convicts a log, and return where. The same trouble is written to the same file.
 
         Raises:
             StorageError: the disk refused.
         """
-        data = encode_evidence(key, trouble)
-        kind = "split-view" if isinstance(trouble, Conflict) else "unproven"
-        path = self.folder / f"evidence-{kind}-{hashlib.sha256(data).hexdigest()[:16]}.json"
+        path = self.evidence_path(key, trouble, run_spec)
         if not path.exists():
-            write_durably(path, data)
+            write_durably(path, encode_evidence(key, trouble, run_spec))
         return path
+
+    def evidence_path(
+        self, key: Ed25519Key, trouble: Conflict | Unproven, run_spec: Signed | None = None
+    ) -> Path:
+        """Where ``keep_evidence`` writes it."""
+        digest = hashlib.sha256(encode_evidence(key, trouble, run_spec)).hexdigest()
+        kind = "split-view" if isinstance(trouble, Conflict) else "unproven"
+        return self.folder / f"evidence-{kind}-{digest[:16]}.json"
+
+    def conviction(self, key: Ed25519Key) -> tuple[Path | None, Conflict | None]:
+        """Where the first proof against a log is, and the proof.
+
+        Where a file is damaged, without the proof: a log that was caught stays so, whatever the disk lost.
+        """
+        found = sorted(self.folder.glob("evidence-split-view-*.json"))
+        for path in found:
+            try:
+                with path.open("rb") as file:
+                    evidence = check_evidence(file.read(MAX_EVIDENCE_FILE + 1))
+            except (OSError, BarnraiseError):
+                continue
+            if evidence.key == key and isinstance(evidence.trouble, Conflict):
+                return path, evidence.trouble
+        return (found[0] if found else None), None
 
     def _path(self, key: Ed25519Key) -> Path:
         return self.folder / f"{hashlib.sha256(key.name.encode()).hexdigest()[:16]}.checkpoint"

@@ -7,11 +7,12 @@ import trio
 from barnraise.node.witness import PATIENCE_S, FetchTiles, Witness
 from barnraise.protocol.cosignature import node_cosignatures, witness_name
 from barnraise.protocol.errors import SignatureError, StorageError
+from barnraise.protocol.evidence import check_evidence
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.notes import Note, parse_note, parse_signatures
 from barnraise.protocol.tlog_tiles import Tile
-from barnraise.protocol.witness import Conflict, Unproven, check_evidence
+from barnraise.protocol.witness import Conflict, Unproven
 from barnraise.protocol.witness_store import WitnessStore
 from tests.tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
@@ -65,8 +66,9 @@ async def test_a_split_view_raises_an_alarm_with_both_heads(tmp_path: Path, firs
     assert "SPLIT VIEW" in alarm
     (path,) = tmp_path.glob("evidence-split-view-*.json")
     assert str(path) in alarm
-    key, verdict = check_evidence(path.read_bytes())
-    assert key == KEY
+    found = check_evidence(path.read_bytes())
+    verdict = found.trouble
+    assert found.key == KEY
     assert isinstance(verdict, Conflict)
     assert {verdict.smaller.root, verdict.larger.root} == {LOG.root(first), FORK.root(second)}
     # told once; and nothing more of this log is cosigned, after a restart neither
@@ -86,7 +88,7 @@ async def test_a_head_without_a_proof_waits_and_is_told_of_in_the_end(
     _, (alarm,) = await witness.hear(mine, serving(LOG, 150), 3)
     assert "gave no proof" in alarm
     (path,) = tmp_path.glob("evidence-unproven-*.json")
-    assert isinstance(check_evidence(path.read_bytes())[1], Unproven)
+    assert isinstance(check_evidence(path.read_bytes()).trouble, Unproven)
     assert not witness.convicted
 
 
