@@ -16,6 +16,7 @@ cut it may say less than the truth, never more.
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -86,10 +87,16 @@ class Journal:
         StorageError: the disk refuses.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, reading: bool = False) -> None:
+        """``reading``: for reading only, beside the coordinator that writes it, in any process."""
         self.path = path
         self._lock = threading.Lock()
         try:
+            if reading:
+                source = f"{path.absolute().as_uri()}?mode=ro"
+                self._db = sqlite3.connect(source, uri=True, check_same_thread=False, timeout=10.0)
+                self._next = self._db.execute("SELECT coalesce(max(seq), -1) + 1 FROM events").fetchone()[0]
+                return
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -188,15 +195,7 @@ class Journal:
             if not rows:
                 return
             for seq, data, crc in rows:
-                if seq != expected:
-                    raise RunFolderError(
-                        f"{self.path}: event {expected} is missing; restore the file from a backup"
-                    )
-                if crc is not None and (not isinstance(data, bytes) or crc != _crc(seq, data)):
-                    raise RunFolderError(
-                        f"{self.path}: event {seq} is damaged (its checksum differs): restore the file "
-                        "from a backup, and check the disk"
-                    )
+                self._check_row(expected, seq, data, crc)
                 try:
                     yield decode_event(data)
                 except msgspec.MsgspecError as error:
@@ -205,6 +204,39 @@ class Journal:
                         "by another version of barnraise: run that version, or restore a backup"
                     ) from error
                 expected += 1
+
+    def event_hash(self, seq: int) -> bytes | None:
+        """SHA-256 of the stored bytes of event ``seq``; None: there is no such event."""
+        with self._lock, self._reading():
+            row = self._db.execute("SELECT data FROM events WHERE seq = ?", (seq,)).fetchone()
+        return None if row is None else hashlib.sha256(row[0]).digest()
+
+    def check_events(self, start: int, end: int) -> None:
+        """Compare the stored bytes of events ``start`` to ``end`` (not included) with their checksums.
+
+        Raises:
+            RunFolderError: one is missing or damaged.
+        """
+        with self._lock, self._reading():
+            rows = self._db.execute(
+                "SELECT seq, data, crc FROM events WHERE seq >= ? AND seq < ? ORDER BY seq", (start, end)
+            ).fetchall()
+        for expected, (seq, data, crc) in enumerate(rows, start):
+            self._check_row(expected, seq, data, crc)
+        if len(rows) < end - start:
+            raise self._missing(start + len(rows))
+
+    def _check_row(self, expected: int, seq: int, data: bytes, crc: int | None) -> None:
+        if seq != expected:
+            raise self._missing(expected)
+        if crc is not None and (not isinstance(data, bytes) or crc != _crc(seq, data)):
+            raise RunFolderError(
+                f"{self.path}: event {seq} is damaged (its checksum differs): restore the file "
+                "from a backup, and check the disk"
+            )
+
+    def _missing(self, seq: int) -> RunFolderError:
+        return RunFolderError(f"{self.path}: event {seq} is missing; restore the file from a backup")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.identity import Identity
+from barnraise.protocol.ledger import LedgerEntry, encode_entry
 from barnraise.protocol.ledger_file import write_ledger
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Receipt, Signed, TreeHead, Verdict
@@ -242,6 +243,20 @@ def _appeal(state: State, event: AppealFiled | AppealDecided) -> ledger.LedgerEn
     )
 
 
+def advance(state: State, ledger: MerkleLog, event: Event) -> tuple[int, LedgerEntry, bytes] | None:
+    """Let ``event`` happen to both; the entry that it makes, if any, with its index and its bytes.
+
+    Raises:
+        EventError: the event does not follow from the state; nothing has changed.
+    """
+    entry = entry_of(state, event)
+    apply(state, event)
+    if entry is None:
+        return None
+    data = encode_entry(entry)
+    return ledger.append(data), entry, data
+
+
 def entries_of(events: Iterable[Event], max_lag: int) -> Iterator[ledger.LedgerEntry]:
     """The whole ledger of a journal, in order."""
     state = State(max_lag=max_lag)
@@ -272,6 +287,6 @@ def export_ledger(
     log = MerkleLog()
     entries = list(entries_of(journal.events(), max_lag))
     for entry in entries:
-        log.append(ledger.encode_entry(entry))
+        log.append(encode_entry(entry))
     newest = TreeHead(run_id=run_id(signed_spec), size=len(log), root=log.root(), issued_at=now_ms)
     write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries)
