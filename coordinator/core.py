@@ -81,6 +81,7 @@ class Core:
         ledger: the Merkle log over the entries derived from the same events.
         head: size and root of the newest tree head that is signed and durable.
         begun_at: how many events came from a snapshot when it was made; 0: all were replayed.
+        begun_size: how many ledger entries those had.
         fresh: the ledger entries from number ``fresh_from`` on, as far as the start replayed them
             (``MAX_FRESH`` at most, beginning with ``published``), for whoever publishes them.
         listeners: called in order with each write once it is durable; must not raise.
@@ -129,7 +130,7 @@ class Core:
         self.fresh_from, self.fresh = published, list[bytes]()
         fold = self._compared() if replay else self._replay(self._note_fresh)
         self.state, self.ledger = fold.state, fold.ledger
-        self.begun_at = 0 if replay else self._begun_at
+        self.begun_at, self.begun_size = (0, 0) if replay else self._begun
 
     def _last_head(self) -> tuple[int, bytes]:
         signed = self.journal.last_tree_head()
@@ -150,14 +151,14 @@ class Core:
         """What the journal says, by way of the newest snapshot that holds. Blocking."""
         most = min(self._published, self.head[0])
         base = None if self._snapshots is None else self._snapshots.newest(self.journal, most)
-        self._begun_at = 0 if base is None else base.events
+        self._begun = (0, 0) if base is None else (base.events, len(base.ledger))
         if base is not None and self._snapshots is not None:
             path = self._snapshots.path_of(base.events)
             try:
                 return self._fold_on(base, note)
             except (EventError, RunFolderError) as error:
                 self._snapshots.set_aside(path, str(error))
-                self._begun_at, self.fresh_from = 0, self._published
+                self._begun, self.fresh_from = (0, 0), self._published
                 self.fresh.clear()
         return self._fold_on(self._nothing(), note)
 

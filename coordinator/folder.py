@@ -7,6 +7,7 @@
     RUN/format           the layout's version, "1"
     RUN/state.sqlite     the journal
     RUN/log/             the ledger as static files (``barnraise.coordinator.log_folder``)
+    RUN/snapshots/       what a start need not replay (``barnraise.coordinator.snapshot``); may be deleted
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
     RUN/store/           shards that lie in no checkpoint
     RUN/corpus/          with phase "pretrain": the text, in token shards
@@ -93,6 +94,10 @@ class Run:
     @property
     def log_folder(self) -> Path:
         return self.path / "log"
+
+    @property
+    def snapshot_folder(self) -> Path:
+        return self.path / "snapshots"
 
     @property
     def control_path(self) -> Path:

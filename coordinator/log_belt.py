@@ -8,7 +8,6 @@ taken from nodes of the run only, and stand in the checkpoint's file until the n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -17,16 +16,15 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import ledger_log
-from barnraise.coordinator.core import Core
+from barnraise.coordinator.core import MAX_FRESH, Core
 from barnraise.coordinator.journal import Write
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.protocol.cosignature import cosigned_at, node_cosignatures, node_witness, witness_name
 from barnraise.protocol.errors import MalformedError, StorageError
 from barnraise.protocol.evidence import Accusations
 from barnraise.protocol.identity import Identity, peer_id_of
-from barnraise.protocol.ledger import encode_entry
 from barnraise.protocol.log_stream import serve_log
+from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.network import Handler
 from barnraise.protocol.notes import Note, NoteSignature, parse_note, parse_signatures
@@ -49,22 +47,23 @@ class LogBelt:
     """
 
     def __init__(
-        self, core: Core, identity: Identity, folder: Path, signed_spec: Signed | None = None
+        self, core: Core, identity: Identity, folder: LogFolder, signed_spec: Signed | None = None
     ) -> None:
         self._core = core
         self._identity = identity
         key = log_key(core.run_id, core.spec.operator)
-        self.folder = LogFolder(folder, key)
+        self.folder = folder
         self.folder.check(core.ledger)
-        self._first = len(core.ledger)  # of those waiting
-        self._waiting: list[bytes] = []
+        self._first, self._waiting = core.fresh_from, core.fresh
+        core.fresh = []
+        self.grown = trio.Event()  # set by the next checkpoint
         self._cosigned: dict[str, NoteSignature] = {}
         if self.folder.head is not None:
             note = parse_note(self.folder.head.note)
             good = node_cosignatures(note.text, note.signatures)
             self._cosigned = {item.name: item for item in note.signatures if item.name in good}
         self._key, self._spec = key, signed_spec
-        self._evidence = WitnessStore(folder.parent / "witness")
+        self._evidence = WitnessStore(folder.folder.parent / "witness")
         path, _ = self._evidence.conviction(key)
         self._accusations = Accusations(key, believed=path is not None)
         self._alarm = "" if path is None else _charge(path)
@@ -124,13 +123,17 @@ class LogBelt:
 
     async def _heal(self) -> None:
         """Make whole again what a disk lost or changed since it was published."""
-        ledger = self._core.ledger
 
-        def work() -> int:
-            bundles = self.folder.damaged(ledger)
+        def work() -> bool:
+            if self.folder.intact():
+                return False
+            whole = MerkleLog()
+            for entry in islice(self._core.entries_from(0), self.folder.size):
+                whole.append(entry)
+            bundles = self.folder.damaged(whole)
             if bundles:
-                self.folder.mend(ledger, bundles, self._journalled())
-            return len(bundles)
+                self.folder.mend(whole, bundles, self._core.entries_from(0))
+            return True
 
         try:
             async with self._writing:
@@ -139,14 +142,12 @@ class LogBelt:
             log.error("%s", error)
             return
         if mended:
-            log.warning("%s: %d damaged or missing files were written again", self.folder.folder, mended)
-
-    def _journalled(self) -> Iterator[bytes]:
-        """All durable entries, from the beginning."""
-        lag = self._core.spec.rollout.max_lag
-        return map(encode_entry, ledger_log.entries_of(self._core.journal.events(), lag))
+            log.warning("%s: damaged or missing files were written again", self.folder.folder)
 
     def _note(self, write: Write) -> None:
+        if len(self._waiting) >= MAX_FRESH:  # nothing is published for so long: derive them when it is
+            self._first += len(self._waiting)
+            self._waiting = []
         self._waiting.extend(write.entries)
 
     async def _publish(self, size: int, root: bytes) -> None:
@@ -160,7 +161,7 @@ class LogBelt:
             if start >= first:
                 self.folder.grow(ledger, head, start, waiting[start - first :])
                 return
-            self.folder.grow(ledger, head, start, islice(self._journalled(), start, size))
+            self.folder.grow(ledger, head, start, islice(self._core.entries_from(start), size - start))
 
         async with self._writing:
             await self._core.offload(work)
@@ -169,6 +170,9 @@ class LogBelt:
         if done > 0:
             del self._waiting[:done]
             self._first += done
+        self._core.ledger.forget(size, self.folder.node)  # it is in the tiles
+        self.grown.set()
+        self.grown = trio.Event()
 
     def _take(self, peer_id: str, line: str) -> bool:
         """A cosignature of the checkpoint that is out there, by a node of this run, from itself."""

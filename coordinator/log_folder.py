@@ -20,10 +20,20 @@ from pathlib import Path
 from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.errors import MalformedError, RunFolderError, SignatureError, StorageError
 from barnraise.protocol.log_messages import CHECKPOINT
-from barnraise.protocol.merkle import MerkleLog, leaf_hash
+from barnraise.protocol.merkle import HASH_BYTES, MerkleLog, leaf_hash, node_hash
 from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
 from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
-from barnraise.protocol.tlog_tiles import ENTRIES, FULL, Tile, bundle, hash_tile, tile_of, tiles_for, unbundle
+from barnraise.protocol.tlog_tiles import (
+    ENTRIES,
+    FULL,
+    Tile,
+    TileTree,
+    bundle,
+    hash_tile,
+    tile_of,
+    tiles_for,
+    unbundle,
+)
 
 
 class LogFolder:
@@ -54,6 +64,43 @@ class LogFolder:
                 "journal is older than it, or damaged. Restore the newest backup of the journal: to sign "
                 "another history with the same key is what witnesses raise the alarm for"
             )
+
+    def node(self, level: int, index: int) -> bytes:
+        """The hash of a complete subtree (``merkle.Nodes``), from the tiles here. Blocking.
+
+        Raises:
+            RunFolderError: the tile is gone or damaged.
+        """
+        try:
+            return TileTree(self.size, self._tile).node(level, index)
+        except (OSError, MalformedError) as error:
+            raise RunFolderError(f"{self.folder} is damaged ({error}); the next start mends it") from error
+
+    def intact(self) -> bool:
+        """Whether every file of the newest checkpoint is here and leads to its root. Blocking: reads all."""
+        head = self.head
+        if head is None:
+            return True
+        try:
+            for tile in tiles_for(head.size):
+                if tile.level == 0:
+                    continue
+                if tile.level == ENTRIES:
+                    made = [leaf_hash(entry) for entry in unbundle(self._tile(tile))]
+                else:
+                    below = range(tile.index * FULL, tile.index * FULL + tile.width)
+                    made = [_top(self._tile(Tile(tile.level - 1, index))) for index in below]
+                if b"".join(made) != self._tile(Tile(max(0, tile.level), tile.index, tile.width)):
+                    return False
+            return TileTree(head.size, self._tile).root() == head.root
+        except (OSError, MalformedError):
+            return False
+
+    def _tile(self, tile: Tile) -> bytes:
+        data = (self.folder / tile.path).read_bytes()
+        if tile.level != ENTRIES and len(data) != tile.limit:
+            raise MalformedError(f"{tile.path} has {len(data)} bytes instead of {tile.limit}")
+        return data
 
     def damaged(self, log: MerkleLog) -> list[Tile]:
         """Write again every tile that is lost or not the log's; the bundles for which that takes entries."""
@@ -200,3 +247,11 @@ class LogFolder:
                 f"{path} is damaged ({error}): restore it from a backup, or delete the folder {self.folder} "
                 "if you are sure that the journal is the newest"
             ) from None
+
+
+def _top(tile: bytes) -> bytes:
+    """What a full tile is in the level above: the hash of the subtree over its 256 hashes."""
+    hashes = [tile[at : at + HASH_BYTES] for at in range(0, len(tile), HASH_BYTES)]
+    while len(hashes) > 1:
+        hashes = [node_hash(*hashes[at : at + 2]) for at in range(0, len(hashes), 2)]
+    return hashes[0]

@@ -41,6 +41,7 @@ def run_from_folder(
     upload_copies: float = 0.0,
     relay_bytes_s: float = 0.0,
     verify_all: bool = False,
+    replay: bool = False,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -53,6 +54,7 @@ def run_from_folder(
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
+    ``replay``: trust no snapshot, and say whether they agree with the journal.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -62,7 +64,7 @@ def run_from_folder(
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
             pressure = None if verify_all else Pressure()
-            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s, pressure)
+            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s, pressure, replay)
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
             error = _innermost(group)
@@ -84,12 +86,12 @@ async def _main(
     upload_copies: float,
     relay_bytes_s: float,
     pressure: Pressure | None,
+    replay: bool,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                _serve, run, listen, threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure
-            )
+            options = (threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure, replay)
+            nursery.start_soon(_serve, run, listen, *options)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -106,6 +108,7 @@ async def _serve(
     upload_copies: float,
     relay_bytes_s: float,
     pressure: Pressure | None,
+    replay: bool,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -122,6 +125,7 @@ async def _serve(
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,
                 pressure=pressure,
+                replay=replay,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())

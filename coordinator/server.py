@@ -31,10 +31,13 @@ from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
 from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.log_belt import LogBelt
+from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
 from barnraise.coordinator.sessions import Sessions
+from barnraise.coordinator.snapshot import Snapshots
+from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.verify_belt import VerifyBelt
@@ -58,11 +61,13 @@ from barnraise.protocol.relay import Relay, bulk
 from barnraise.protocol.relay_wire import HOP_PROTOCOL
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.tlog_checkpoint import log_key
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 TREE_HEAD_EVERY_S = 60.0
+TREE_HEAD_EVERY = 8_192  # ledger entries: what is not published is replayed at the next start
 SHOW_EVERY_S = 1.0
 
 
@@ -89,6 +94,7 @@ async def run_coordinator(
     relay_bytes_s: float = 0.0,
     serial_publishing: bool = False,
     pressure: Pressure | None = None,
+    replay: bool = False,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -106,6 +112,7 @@ async def run_coordinator(
             together, bytes/s; 0: only help them to punch holes.
         serial_publishing: have the learner wait while a version is published (to measure the difference).
         pressure: the backlog from which proven nodes' work may be spared; None: never.
+        replay: fold every event from the first on, and compare what the snapshots say.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -114,8 +121,22 @@ async def run_coordinator(
     """
     journal = Journal(run.journal_path)
     try:
-        core = Core(journal, run.spec, run.run_id, run.identity, now_ms, offload)
-        public_log = LogBelt(core, run.identity, run.log_folder, run.signed_spec)
+        out_there = LogFolder(run.log_folder, log_key(run.run_id, run.spec.operator))
+        snapshots = Snapshots(run.snapshot_folder, run.run_id)
+        core = Core(
+            journal,
+            run.spec,
+            run.run_id,
+            run.identity,
+            now_ms,
+            offload,
+            snapshots=snapshots,
+            published=out_there.size,
+            replay=replay,
+        )
+        public_log = LogBelt(core, run.identity, out_there, run.signed_spec)
+        take = in_child(run.path) if offload is in_thread else None
+        keeper = SnapshotBelt(core, public_log, snapshots, take)
         hub, progress = Hub(), Progress()
         store = DiskStore(run.store_path)
         sessions = Sessions(
@@ -162,6 +183,7 @@ async def run_coordinator(
                 network.set_handler(REACH_PROTOCOL, serve_reach(network, relays=True, on_reach=hub.reached))
                 network.set_handler(LOG_PROTOCOL, public_log.handler())
                 nursery.start_soon(public_log.run)
+                nursery.start_soon(keeper.run)
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
                 nursery.start_soon(verify.run)
@@ -174,6 +196,7 @@ async def run_coordinator(
                 nursery.start_soon(_tick, core, sessions, pressure is not None)
                 task_status.started(get_state)
         finally:
+            keeper.at_stop()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 5.0):
                 await learner.close()
                 await verifier.close()
@@ -226,7 +249,7 @@ async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:
                 await core.record(due)
-            if trio.current_time() >= head_at:
+            if trio.current_time() >= head_at or len(core.ledger) - core.head[0] >= TREE_HEAD_EVERY:
                 head_at = trio.current_time() + TREE_HEAD_EVERY_S
                 if len(core.ledger) != signed_size:
                     signed_size = len(core.ledger)

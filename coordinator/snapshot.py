@@ -40,6 +40,7 @@ from barnraise.protocol.merkle import MerkleLog
 
 log = logging.getLogger(__name__)
 
+SNAPSHOTS = "snapshots"  # in the run folder
 MAGIC = b"barnraise snapshot 1\n"
 KEPT = 2
 _DIGEST = 32

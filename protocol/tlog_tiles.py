@@ -180,19 +180,19 @@ class TileTree:
 
     def root(self, size: int | None = None) -> bytes:
         """Root of the first ``size`` entries (all by default)."""
-        return tree_root(self._node, self._within(size))
+        return tree_root(self.node, self._within(size))
 
     def inclusion_proof(self, index: int, size: int | None = None) -> tuple[bytes, ...]:
         """As ``MerkleLog.inclusion_proof``."""
-        return inclusion_path(self._node, index, self._within(size))
+        return inclusion_path(self.node, index, self._within(size))
 
     def consistency_proof(self, first: int, second: int | None = None) -> tuple[bytes, ...]:
         """As ``MerkleLog.consistency_proof``."""
-        return consistency_path(self._node, first, self._within(second))
+        return consistency_path(self.node, first, self._within(second))
 
     def leaf(self, index: int) -> bytes:
         """Hash of entry ``index``."""
-        return self._node(0, index)
+        return self.node(0, index)
 
     def entry(self, index: int) -> bytes:
         """Entry ``index``, whose hash is the one in the tiles."""
@@ -211,7 +211,8 @@ class TileTree:
             raise IndexError(f"the log has {self.size} entries, not {size}")
         return size
 
-    def _node(self, level: int, index: int) -> bytes:
+    def node(self, level: int, index: int) -> bytes:
+        """Hash of the complete subtree over entries [index * 2^level, (index + 1) * 2^level)."""
         row, above = divmod(level, HEIGHT)
         first, count = index << above, 1 << above
         data = self._tile(row, first // FULL)

@@ -175,3 +175,28 @@ def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         grow(folder, 6)
     assert folder.size == sound(tmp_path / "log") == 5
+
+
+@pytest.mark.usefixtures("no_sync")
+@pytest.mark.parametrize("size", [1, 255, 256, 700, 66_000])
+def test_a_published_log_is_judged_by_its_own_signed_root(tmp_path: Path, size: int) -> None:
+    entries = ALL if size <= len(ALL) else [number.to_bytes(4, "big") for number in range(size)]
+    log = LOG if size <= len(ALL) else log_of(entries)
+    folder = LogFolder(tmp_path, KEY)
+    assert folder.intact()  # nothing was published yet
+    folder.grow(log, head_of(log, size), 0, entries[:size])
+    assert folder.intact()
+    for level in range(size.bit_length()):
+        assert folder.node(level, (size >> level) - 1) == log._node(level, (size >> level) - 1)
+    tiles = list(tiles_for(size))
+    for tile in {tiles[0], tiles[-1], tiles[len(tiles) // 2], *(item for item in tiles if item.level > 0)}:
+        path = tmp_path / tile.path
+        good = path.read_bytes()
+        path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+        assert not folder.intact()
+        path.write_bytes(good[:-1])
+        assert not folder.intact()
+        path.unlink()
+        assert not folder.intact()
+        path.write_bytes(good)
+    assert folder.intact()

@@ -70,6 +70,12 @@ def run(
         help="Verify everything in full, however long the queue (default: under a backlog, proven nodes' "
         "work is audited at random).",
     ),
+    replay: bool = typer.Option(
+        False,
+        "--replay",
+        help="Fold every event of the journal from the first on instead of beginning with a snapshot, and "
+        "compare the snapshots with it.",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
@@ -93,6 +99,7 @@ def run(
             threads=threads,
             verifiers=_verifier_count(verifiers),
             verify_all=verify_all,
+            replay=replay,
             mirrors=tuple(mirror),
             upload_copies=upload_copies,
             relay_bytes_s=relay * 125_000,
