@@ -124,6 +124,7 @@ def verify_ledger(
     receipts: Sequence[Signed] = (),
     check: Check = check_here,
     progress: Callable[[int], None] | None = None,
+    also: Callable[[MerkleLog, int], Iterable[Problem]] | None = None,
 ) -> LedgerReport:
     """Audit a ledger: rules, signed tree heads, and a node's receipts against its entries.
 
@@ -133,6 +134,8 @@ def verify_ledger(
     (at most ``MAX_PROBLEMS``); an entry that breaks a rule earns nothing and the
     audit goes on. ``check`` checks the signatures of heads and receipts (see
     ``signatures.process_pool``); ``progress`` hears now and then how many entries were read.
+    ``also``: looks for more problems, given the whole log and when its newest good tree head was signed
+    (ms since the Unix epoch, 0 without one).
 
     Raises:
         SignatureError, MalformedError: ``run_spec`` itself is not to be believed.
@@ -167,6 +170,9 @@ def verify_ledger(
     _check_heads(opened_heads, log, problems)
     for claim in claims:
         _check_receipt(claim, kept.get(claim.ledger_index), len(log), problems)
+    if also is not None:
+        for problem in also(log, max((head.issued_at for _, head in opened_heads), default=0)):
+            problems.add(problem.index, problem.rule, problem.text)
     return LedgerReport(
         run_id=run_id,
         operator=spec.operator,

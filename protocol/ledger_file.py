@@ -18,7 +18,15 @@ from typing import BinaryIO
 
 from barnraise.protocol import wire
 from barnraise.protocol.errors import MalformedError, StorageError
-from barnraise.protocol.ledger import LedgerEntry, LedgerReport, decode_entry, encode_entry, verify_ledger
+from barnraise.protocol.ledger import (
+    LedgerEntry,
+    LedgerReport,
+    Problem,
+    decode_entry,
+    encode_entry,
+    verify_ledger,
+)
+from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.signatures import Check, check_here
 
@@ -106,10 +114,11 @@ def verify_ledger_file(
     receipts: Sequence[Signed] = (),
     check: Check = check_here,
     progress: Callable[[float], None] | None = None,
+    also: Callable[[MerkleLog, int], Iterable[Problem]] | None = None,
 ) -> LedgerReport:
     """Audit a ledger file offline (see ``ledger.verify_ledger``). Nothing else is needed.
 
-    ``progress`` hears now and then what fraction of the entries is read.
+    ``progress`` hears now and then what fraction of the entries is read; ``also`` as there.
 
     Raises:
         StorageError: the file cannot be read.
@@ -117,7 +126,7 @@ def verify_ledger_file(
     """
     with open_ledger(path) as ledger:
         told = None if progress is None else (lambda _: progress(ledger.fraction()))
-        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts, check, told)
+        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts, check, told, also)
 
 
 def _record(kind: bytes, body: bytes) -> bytes:

@@ -25,6 +25,7 @@ from barnraise.protocol.notes import (
     parse_vkey,
 )
 from barnraise.protocol.tlog_checkpoint import open_checkpoint
+from barnraise.protocol.tlog_proof import TlogProof, parse_tlog_proof
 from barnraise.protocol.tlog_tiles import TileTree, tiles_for
 from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
@@ -196,11 +197,55 @@ def test_we_read_what_go_wrote(tmp_path: Path, go_program: Path, size: int) -> N
         proof, index = unhash(item["Proof"]), item["Index"]
         assert verify_inclusion(entries[index], index, size, proof, head.root)
         assert tree.inclusion_proof(index) == proof
+        file = parse_tlog_proof((tmp_path / f"{index}.tlog-proof").read_bytes())
+        assert file == TlogProof(index, proof, note)
     for item in answer["Growth"]:
         proof, old_root = unhash(item["Proof"]), base64.b64decode(item["OldRoot"])
         assert verify_consistency(item["Old"], size, old_root, head.root, proof)
         assert tree.root(item["Old"]) == old_root
         assert tree.consistency_proof(item["Old"]) == proof
+
+
+def tlog_proof(index: int, size: int) -> TlogProof:
+    """As `barnraise ledger prove --tlog` makes them, with something in ``extra`` that nobody can read."""
+    head = head_of(LOG, size)
+    line = cosign(head.checkpoint.text, NAME, NODE, 1_700_000_000)
+    note = Note(head.checkpoint.text, (*parse_note(head.note).signatures, line)).encode()
+    return TlogProof(index, LOG.inclusion_proof(index, size), note, b"extra")
+
+
+PROVEN = [(0, 1), (1, 2), (255, 256), (256, 257), (300, 700), (699, 700)]
+
+
+@pytest.mark.parametrize(("index", "size"), PROVEN)
+def test_go_checks_our_tlog_proofs(tmp_path: Path, go_program: Path, index: int, size: int) -> None:
+    (tmp_path / "proof").write_bytes(tlog_proof(index, size).encode())
+    request = {
+        "Dir": str(tmp_path),
+        "LogKey": LOG_VKEY,
+        "Witness": NAME,
+        "WitnessKey": b64(NODE.public_key),
+        "Entries": [b64(ALL[index])],
+    }
+    answer = ask_go(go_program, "proof", request)
+    assert answer["Verified"] == [ORIGIN, NAME]
+    assert (answer["Size"], answer["Inclusion"][0]["Index"]) == (size, index)
+    other = request | {"Entries": [b64(ALL[index] + b"!")]}
+    done = subprocess.run(
+        [go_program, "proof"], input=json.dumps(other), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("index", "size"), PROVEN)
+def test_aics_checks_the_parts_of_our_tlog_proofs(aics: Any, index: int, size: int) -> None:
+    """It knows no file of this format; a reader of one needs these two calls."""
+    proof = parse_tlog_proof(tlog_proof(index, size).encode())
+    note = aics.parse_note(proof.note)
+    witness = aics.parse_vkey(format_vkey(NAME, COSIGNATURE, NODE.public_key))
+    result = aics.verify_checkpoint(note, aics.parse_vkey(LOG_VKEY), [witness], quorum=1)
+    assert result.ok, result
+    assert aics.verify_leaf_inclusion(ALL[index], index, size, list(proof.path), LOG.root(size))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,15 @@ from __future__ import annotations
 import typer
 
 from barnraise.protocol.ledger_lines import line, shown
-from barnraise.tui import ledger_files, ledger_nodes, ledger_prove, ledger_show, ledger_unit, ledger_verify
+from barnraise.tui import (
+    ledger_evidence,
+    ledger_files,
+    ledger_nodes,
+    ledger_prove,
+    ledger_show,
+    ledger_unit,
+    ledger_verify,
+)
 from barnraise.tui.console import examples
 from barnraise.tui.ledger_source import ledger_file
 from barnraise.tui.ledger_verify import audit, receipts_for, report_fields
@@ -30,6 +38,7 @@ _add("unit", "One unit's whole story.", ledger_unit.unit, ledger_unit.EXAMPLES)
 _add("verify", "Check every rule, hash, signature and balance.", ledger_verify.verify, ledger_verify.EXAMPLES)
 _add("prove", "Prove one entry in a small file.", ledger_prove.prove, ledger_prove.PROVE_EXAMPLES)
 _add("check", "Check such a proof offline.", ledger_prove.check, ledger_prove.CHECK_EXAMPLES)
+_add("evidence", "What proof of two ledgers says.", ledger_evidence.evidence, ledger_evidence.EXAMPLES)
 _add("diff", "Compare two copies of one ledger.", ledger_files.diff, ledger_files.DIFF_EXAMPLES)
 _add(
     "export",

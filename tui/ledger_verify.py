@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,26 @@ import typer
 
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
-from barnraise.protocol.ledger import LedgerReport
+from barnraise.protocol.ledger import LedgerReport, Problem
 from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
 from barnraise.protocol.ledger_lines import peer_id
+from barnraise.protocol.ledger_public import Held, hold_against, look_at_files
+from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Receipt, Signed, TreeHead
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import process_pool
 from barnraise.protocol.wire import printable
 from barnraise.tui.console import emit_json, examples
+from barnraise.tui.ledger_published import files_of, key_of, published_in
 from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file
 
 EXAMPLES = examples(
     "ledger verify ./my-run",
     "ledger verify ledger.bin --receipts ~/.local/share/barnraise",
+    "ledger verify ledger.bin --checkpoint checkpoint --checkpoint ~/.local/share/barnraise",
 )
+Also = Callable[[MerkleLog, int], Iterable[Problem]]
 
 
 def audit(source: Path, receipts: tuple[Signed, ...] = ()) -> LedgerReport:
@@ -32,11 +38,11 @@ def audit(source: Path, receipts: tuple[Signed, ...] = ()) -> LedgerReport:
         return _audit(path, receipts)
 
 
-def _audit(path: Path, receipts: tuple[Signed, ...]) -> LedgerReport:
+def _audit(path: Path, receipts: tuple[Signed, ...], also: Also | None = None) -> LedgerReport:
     progress = SlowProgress()
     with process_pool(done=lambda done, of: progress("checking signatures", done / of)) as check:
         return verify_ledger_file(
-            path, receipts, check, lambda fraction: progress("checking entries", fraction)
+            path, receipts, check, lambda fraction: progress("checking entries", fraction), also
         )
 
 
@@ -68,21 +74,42 @@ def verify(
         metavar="DIR",
         help="A node's data folder: check its receipts against the ledger too.",
     ),
+    checkpoint: list[Path] = typer.Option(
+        [],
+        "--checkpoint",
+        metavar="FILE|DIR",
+        help="A checkpoint that anybody was shown, or a node's data folder: is this the same ledger?",
+    ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
 ) -> None:
-    """Re-derive every balance and check every rule, hash and signature. Exit 1 if anything is wrong."""
+    """Re-derive every balance and check every rule, hash and signature. Exit 1 if anything is wrong.
+
+    In a run folder the published files (RUN/log) are held against the ledger as well.
+    """
     given: tuple[Signed, ...] = ()
-    newer = 0
+    newer, held = 0, Held()
+    note, read = files_of(source)  # before the ledger, which may grow meanwhile
     try:
         with ledger_file(source) as path:
             if receipts is not None:
                 given, newer = receipts_for(path, receipts)
-            report = _audit(path, given)
+            key = key_of(path)
+            published = published_in(checkpoint, key)
+
+            def also(log: MerkleLog, signed_ms: int) -> Iterator[Problem]:
+                yield from hold_against(published, key, log, signed_ms, held)
+                yield from look_at_files(read, note, key, log)
+
+            report = _audit(path, given, also)
     except (MalformedError, SignatureError) as error:
         raise BarnraiseError(f"the ledger cannot be believed: {error}") from error
     if as_json:
-        emit_json({**report_fields(report), "receipts_newer": newer})
+        checkpoints = {"checkpoints": held.fitting, "checkpoints_newer": held.newer}
+        emit_json({**report_fields(report), "receipts_newer": newer, **checkpoints})
     else:
+        if checkpoint:
+            later = f", {held.newer} newer than this ledger left out" if held.newer else ""
+            typer.echo(f"heads    {held.fitting} of {len(published)} checkpoints are of this ledger{later}")
         print_report(report, None if receipts is None else newer)
     raise typer.Exit(0 if report.ok else 1)
 

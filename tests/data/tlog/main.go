@@ -1,6 +1,7 @@
 // What Go's sumdb packages make of a log, and a log of their own making: see tests/test_tlog_interop.py.
 //
 //	main read  < request.json   open a checkpoint, read tiles through TileHashReader, prove, check proofs
+//	main proof < request.json   check a c2sp.org/tlog-proof of one entry
 //	main write < request.json   write tiles and bundles of given entries, sign and cosign a checkpoint
 package main
 
@@ -184,6 +185,46 @@ func read(req request) answer {
 	return ans
 }
 
+// proof checks DIR/proof, a c2sp.org/tlog-proof, for Entries[0]: nothing of its extra line is read.
+func proof(req request) answer {
+	var ans answer
+	data, err := os.ReadFile(filepath.Join(req.Dir, "proof"))
+	must(err)
+	head, msg, found := bytes.Cut(data, []byte("\n\n"))
+	lines := strings.Split(string(head), "\n")
+	if !found || lines[0] != "c2sp.org/tlog-proof@v1" {
+		must(fmt.Errorf("no proof of this version"))
+	}
+	lines = lines[1:]
+	if strings.HasPrefix(lines[0], "extra ") {
+		lines = lines[1:]
+	}
+	index, err := strconv.ParseInt(strings.TrimPrefix(lines[0], "index "), 10, 64)
+	must(err)
+	var path []tlog.Hash
+	for _, line := range lines[1:] {
+		hash, err := tlog.ParseHash(line)
+		must(err)
+		path = append(path, hash)
+	}
+	log, err := note.NewVerifier(req.LogKey)
+	must(err)
+	opened, err := note.Open(msg, note.VerifierList(log, newCosigner(req.Witness, req.WitnessKey)))
+	must(err)
+	ans.Text = opened.Text
+	for _, sig := range opened.Sigs {
+		ans.Verified = append(ans.Verified, sig.Name)
+	}
+	tree := strings.Split(opened.Text, "\n")
+	ans.Size, err = strconv.ParseInt(tree[1], 10, 64)
+	must(err)
+	ans.Root, err = tlog.ParseHash(tree[2])
+	must(err)
+	must(tlog.CheckRecord(path, ans.Size, ans.Root, index, tlog.RecordHash(req.Entries[0])))
+	ans.Inclusion = []inclusion{{index, path}}
+	return ans
+}
+
 func write(req request) answer {
 	var ans answer
 	var stored []tlog.Hash
@@ -248,6 +289,14 @@ func write(req request) answer {
 	signed, err := note.Sign(&note.Note{Text: ans.Text}, log, other)
 	must(err)
 	must(os.WriteFile(filepath.Join(req.Dir, "checkpoint"), signed, 0o644))
+	for _, item := range ans.Inclusion {
+		text := fmt.Sprintf("c2sp.org/tlog-proof@v1\nindex %d\n", item.Index)
+		for _, hash := range item.Proof {
+			text += hash.String() + "\n"
+		}
+		name := filepath.Join(req.Dir, fmt.Sprintf("%d.tlog-proof", item.Index))
+		must(os.WriteFile(name, append([]byte(text+"\n"), signed...), 0o644))
+	}
 	return ans
 }
 
@@ -257,6 +306,8 @@ func main() {
 	var ans answer
 	if os.Args[1] == "read" {
 		ans = read(req)
+	} else if os.Args[1] == "proof" {
+		ans = proof(req)
 	} else {
 		ans = write(req)
 	}
