@@ -8,7 +8,7 @@ gets it again where that is possible (its residual and its shards are there alre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from barnraise.coordinator.audit import ban_text, is_banned
@@ -124,11 +124,20 @@ def round_ends(state: State, spec: PretrainSpec) -> int:
 
 
 def expired(
-    state: State, now_ms: int, spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False
+    state: State,
+    now_ms: int,
+    spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False,
+    among: Iterable[bytes] | None = None,
 ) -> list[Event]:
-    """Timeouts and deadlines of block leases that have passed, as events; ``spared`` ones outlive theirs."""
+    """Timeouts and deadlines of block leases that have passed, as events; ``spared`` ones outlive theirs.
+
+    Of the leases ``among``, or of all.
+    """
     events: list[Event] = []
-    for lease_id, hold in state.blocks.leases.items():
+    for lease_id in state.blocks.leases if among is None else among:
+        hold = state.blocks.leases.get(lease_id)
+        if hold is None:
+            continue
         if hold.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
         elif hold.terms.timeout_at <= now_ms and not hold.timed_out:

@@ -6,7 +6,7 @@ Nothing here is durable: a restart begins with an empty hub, and nodes come back
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -59,42 +59,58 @@ class Live:
 
 @dataclass(slots=True)
 class Hub:
-    """Live sessions. ``head`` is the signed manifest that newcomers are given."""
+    """Live sessions. ``head`` is the signed manifest that newcomers are given.
+
+    Whatever is done for one session costs the same however many there are.
+    """
 
     sessions: set[Live] = field(default_factory=set)
+    joining: dict[Live, None] = field(default_factory=dict)  # have not joined yet, oldest first
     by_key: dict[bytes, Live] = field(default_factory=dict)
     head: Signed | None = None
     head_version: int = -1
     reports: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))  # hearsay
-    _per_peer: Counter[str] = field(default_factory=Counter)
-    _sample: tuple[Live, ...] | None = None
+    _by_peer: dict[str, dict[Live, None]] = field(default_factory=dict)
+    _order: list[Live] = field(default_factory=list)  # those of by_key, for drawing from
+    _place: dict[Live, int] = field(default_factory=dict)  # where each is in it
 
     def has_room(self, peer_id: str) -> bool:
         """Whether one more session, of this peer, is within the bounds."""
-        return len(self.sessions) < MAX_SESSIONS and self._per_peer[peer_id] < MAX_PER_PEER
+        return len(self.sessions) < MAX_SESSIONS and len(self._by_peer.get(peer_id, ())) < MAX_PER_PEER
 
     def add(self, live: Live) -> None:
         """A stream was opened."""
         self.sessions.add(live)
-        self._per_peer[live.peer_id] += 1
+        self.joining[live] = None
+        self._by_peer.setdefault(live.peer_id, {})[live] = None
 
     def remove(self, live: Live) -> None:
         """A session ended; a newer one of the same key stays."""
         self.sessions.discard(live)
-        self._per_peer[live.peer_id] -= 1
-        if not self._per_peer[live.peer_id]:
-            del self._per_peer[live.peer_id]
+        self.joining.pop(live, None)
+        mine = self._by_peer.get(live.peer_id, {})
+        mine.pop(live, None)
+        if not mine:
+            self._by_peer.pop(live.peer_id, None)
         if self.by_key.get(live.key) is live:
             del self.by_key[live.key]
-        self._sample = None
+            place, last = self._place.pop(live), self._order.pop()
+            if last is not live:
+                self._order[place], self._place[last] = last, place
 
     def join(self, live: Live) -> Live | None:
         """``live`` speaks for its key from now on; returns the session that did until now, if any."""
+        self.joining.pop(live, None)
         previous = self.by_key.get(live.key)
-        self.by_key[live.key] = live
-        self._sample = None
-        if previous is None or previous is live:
+        if previous is live:
             return None
+        self.by_key[live.key] = live
+        if previous is None:
+            self._place[live] = len(self._order)
+            self._order.append(live)
+            return None
+        place = self._place[live] = self._place.pop(previous)
+        self._order[place] = live
         previous.replaced = True
         return previous
 
@@ -104,10 +120,9 @@ class Hub:
 
     def reached(self, peer_id: str, observed: str, proven: tuple[str, ...], way: str) -> None:
         """Others are sent to where this peer was dialled; ``way``: what it says of itself otherwise."""
-        for live in self.sessions:
-            if live.peer_id == peer_id:
-                live.addresses = announced(live.addresses, observed, proven)
-                live.reach = "direct" if proven else way or "outbound-only"
+        for live in self._by_peer.get(peer_id, ()):
+            live.addresses = announced(live.addresses, observed, proven)
+            live.reach = "direct" if proven else way or "outbound-only"
 
     def set_head(self, version: int, manifest: Signed) -> None:
         """Tell everybody of a new version."""
@@ -145,9 +160,7 @@ class Hub:
 
     def peers_for(self, live: Live, oldest: int, rng: random.Random) -> tuple[Peer, ...]:
         """A random sample of other nodes that hold version ``oldest`` or newer, newest first."""
-        if self._sample is None:
-            self._sample = tuple(self.by_key.values())
-        everybody = self._sample
+        everybody = self._order
         count = len(everybody)
         tried = range(count) if count <= _TRIES else rng.sample(range(count), _TRIES)
         found = [

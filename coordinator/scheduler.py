@@ -7,7 +7,7 @@ whose work was rejected should get geometrically less (R19).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -197,6 +197,8 @@ def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | Su
     """
     if state.batch is not None or state.head < 0 or state.made >= spec.versions:
         return None
+    if state.pool_usable < spec.groups_per_version and state.pool_groups < spec.max_groups_per_version:
+        return None  # whatever the order in the pool: asked after every commit, answered without a walk
     taken: list[bytes] = []
     groups = usable = 0
     for submission_id in state.pool:
@@ -228,11 +230,20 @@ def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | Su
 
 
 def expired(
-    state: State, now_ms: int, spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False
+    state: State,
+    now_ms: int,
+    spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False,
+    among: Iterable[bytes] | None = None,
 ) -> list[Event]:
-    """Timeouts and deadlines that have passed, as events; ``spared`` leases outlive their deadline."""
+    """Timeouts and deadlines that have passed, as events; ``spared`` leases outlive their deadline.
+
+    Of the leases ``among``, or of all.
+    """
     events: list[Event] = []
-    for lease_id, lease in state.leases.items():
+    for lease_id in state.leases if among is None else among:
+        lease = state.leases.get(lease_id)
+        if lease is None:
+            continue
         if lease.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
         elif lease.terms.timeout_at <= now_ms and not lease.timed_out:

@@ -18,13 +18,14 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import block_scheduler, publisher, scheduler
+from barnraise.coordinator import publisher, scheduler
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
 from barnraise.coordinator.bans import ban, unban
 from barnraise.coordinator.block_belt import BlockBelt
 from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.core import Core, Offload, in_thread
+from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
@@ -137,7 +138,7 @@ async def run_coordinator(
         public_log = LogBelt(core, run.identity, out_there, run.signed_spec)
         take = in_child(run.path) if offload is in_thread else None
         keeper = SnapshotBelt(core, public_log, snapshots, take)
-        hub, progress = Hub(), Progress()
+        hub, progress, deadlines = Hub(), Progress(), Deadlines(core)
         store = DiskStore(run.store_path)
         sessions = Sessions(
             core,
@@ -193,7 +194,7 @@ async def run_coordinator(
                 nursery.start_soon(AppealBelt(core, verifier).run)
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
-                nursery.start_soon(_tick, core, sessions, pressure is not None)
+                nursery.start_soon(_tick, core, sessions, deadlines, pressure is not None)
                 task_status.started(get_state)
         finally:
             keeper.at_stop()
@@ -233,7 +234,7 @@ def _push_receipts(hub: Hub, write: Write) -> None:
         hub.send_receipt(receipt.node, receipt.signed)
 
 
-async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
+async def _tick(core: Core, sessions: Sessions, deadlines: Deadlines, spares: bool) -> None:
     """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
     head_at = trio.current_time() + TREE_HEAD_EVERY_S
     signed_size = 0
@@ -242,9 +243,8 @@ async def _tick(core: Core, sessions: Sessions, spares: bool) -> None:
         sessions.end_silent()
         try:
             now, complete = core.now_ms(), scheduler.is_complete(core.state, core.spec.rollout)
-            sessions.turned_away.forget_all_but(core.state.leases.keys() | core.state.blocks.leases.keys())
-            due = scheduler.expired(core.state, now, sessions.turned_away.waits)
-            due += block_scheduler.expired(core.state, now, sessions.turned_away.waits)
+            sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)
+            due = deadlines.due(now, sessions.turned_away.waits)
             if spares or core.state.epochs:
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:

@@ -130,9 +130,10 @@ class Sessions:
     def end_silent(self) -> None:
         """End sessions that opened a stream and never joined."""
         now = self._core.now_ms()
-        for live in [item for item in self._hub.sessions if not item.key]:
-            if now - live.connected_at > JOIN_WITHIN_MS:
-                live.session.close("opened a session and did not join")
+        for live in tuple(self._hub.joining):  # oldest first
+            if now - live.connected_at <= JOIN_WITHIN_MS:
+                return
+            live.session.close("opened a session and did not join")
 
     async def _handle(self, live: Live, message: Message) -> Message:
         try:

@@ -42,9 +42,10 @@ class TurnedAway:
         last = self._last.get(lease_id)
         return last is not None and now_ms - last < GRACE_MS
 
-    def forget_all_but(self, leases: Container[bytes]) -> None:
+    def forget_all_but(self, *leases: Container[bytes]) -> None:
         """Drop what is not open any longer."""
-        self._last = {key: at for key, at in self._last.items() if key in leases}
+        if self._last:
+            self._last = {key: at for key, at in self._last.items() if any(key in some for some in leases)}
 
 
 def open_submission(signed: Signed, node: bytes, blocks: bool = False) -> RolloutSubmission | BlockSubmission:

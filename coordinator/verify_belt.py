@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 
 import trio
 
@@ -111,11 +112,12 @@ class VerifyBelt:
     def _fresh(self) -> list[bytes]:
         """The oldest submissions that nothing is known against: a fair share for each free slot."""
         state = self.core.state
-        ready = [key for key in state.waiting if key not in self._put_off and key not in self._flying]
-        most = min(MAX_JOBS, math.ceil(len(ready) / max(1, self.verifier.slots - self._batches)))
+        busy = self._put_off.keys() | self._flying
+        ready = len(state.waiting) - sum(1 for key in busy if key in state.waiting)
+        most = min(MAX_JOBS, math.ceil(ready / max(1, self.verifier.slots - self._batches)))
         chosen: list[bytes] = []
         size = 0
-        for submission_id in ready[:most]:
+        for submission_id in islice((key for key in state.waiting if key not in busy), most):
             size += state.submissions[submission_id].size
             if chosen and size > MAX_JOB_BYTES:
                 break
