@@ -32,7 +32,7 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.log_messages import CHECKPOINT, LOG_PROTOCOL
 from barnraise.protocol.log_stream import accuse, fetch_files, fetch_tiles, hand_in, serve_log
 from barnraise.protocol.messages import Signed
-from barnraise.protocol.notes import Ed25519Key, parse_note
+from barnraise.protocol.notes import MAX_NOTE, MAX_SIGNATURES, Ed25519Key, Note, parse_note
 from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 from barnraise.protocol.tlog_tiles import Tile, TileTree, tiles_to_compare
 from barnraise.protocol.wire import printable
@@ -132,7 +132,7 @@ class Witness:
         for place in sorted(self._open, key=lambda item: item != text):  # others may be judged by it
             if self.convicted:  # once is enough
                 break
-            alarm = await self._settle(place, fetch)
+            alarm = await self._settle(place, fetch, now_s)
             if alarm:
                 alarms.append(alarm)
         if self.convicted or self.last is None or self.last.checkpoint.text != text:
@@ -144,7 +144,7 @@ class Witness:
         self.cosigned_s = now_s
         return cosign(text, self.name, self._identity, now_s).line, alarms
 
-    async def _settle(self, place: str, fetch: FetchTiles) -> str | None:
+    async def _settle(self, place: str, fetch: FetchTiles, now_s: int) -> str | None:
         """Judge one head against the last; what is to be said of it."""
         last, head = self.last, self._open[place]
         verdict = "grown" if last is None else await _compare(last, head, fetch)
@@ -159,14 +159,25 @@ class Witness:
                 self._close(place)
                 return self._convict(verdict)
         if last is None or head.size > last.size:
-            self._store.keep(self.key, head)
-            self.last = head
+            dated = self._dated(head, now_s)
+            self._store.keep(self.key, dated)
+            self.last = dated
         self._close(place)
         return None
 
     def _close(self, place: str) -> None:
         for items in (self._open, self._unproven, self._suspicions):
             items.pop(place, None)
+
+    def _dated(self, head: Head, now_s: int) -> Head:
+        """A head with our cosignature: whoever reads it, or what we kept, sees who saw it, and when."""
+        note = parse_note(head.note)
+        others = [item for item in note.signatures if item.name != self.name]
+        line = cosign(note.text, self.name, self._identity, now_s)
+        whole = Note(note.text, (*others, line)).encode()
+        if len(others) >= MAX_SIGNATURES or len(whole) > MAX_NOTE:
+            return head
+        return Head(head.checkpoint, whole)
 
     def _convict(self, conflict: Conflict) -> str | None:
         if self._conflict is None:

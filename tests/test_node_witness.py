@@ -11,6 +11,7 @@ from barnraise.protocol.evidence import check_evidence
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.notes import Note, parse_note, parse_signatures
+from barnraise.protocol.tlog_checkpoint import Checkpoint
 from barnraise.protocol.tlog_tiles import Tile
 from barnraise.protocol.witness import Conflict, Unproven
 from barnraise.protocol.witness_store import WitnessStore
@@ -39,6 +40,10 @@ def witness_in(folder: Path) -> Witness:
     return Witness(folder, KEY, NODE)
 
 
+def said(witness: Witness) -> Checkpoint | None:
+    return None if witness.last is None else witness.last.checkpoint
+
+
 async def test_a_node_cosigns_growth_once_and_remembers_it(tmp_path: Path) -> None:
     for size in (5, 120, 300):
         witness = witness_in(tmp_path)  # a restart in between
@@ -51,8 +56,10 @@ async def test_a_node_cosigns_growth_once_and_remembers_it(tmp_path: Path) -> No
             witness_name(NODE.peer_id): 1_700_000_000
         }
         cosigned = Note(parse_note(note).text, signatures).encode()
+        assert witness.last is not None
+        assert witness.last.note == cosigned  # so that who reads it sees since when
         assert await witness.hear(cosigned, serving(LOG, size), 1) == (None, [])
-    assert witness.last == head_of(LOG, 300)
+    assert said(witness) == head_of(LOG, 300).checkpoint
     assert await witness.hear(head_of(LOG, 40).note, serving(LOG, 300), 1) == (None, [])  # old news
 
 
@@ -83,7 +90,7 @@ async def test_a_head_without_a_proof_waits_and_is_told_of_in_the_end(
     mine, other = head_of(LOG, 150).note, head_of(FORK, 290).note
     assert (await witness.hear(mine, serving(LOG, 150), 1))[0] is not None
     assert await witness.hear(other, serving(LOG, 150), 2) == (None, [])  # from a peer: not there yet
-    assert witness.last == head_of(LOG, 150)
+    assert said(witness) == head_of(LOG, 150).checkpoint
     await trio.sleep(PATIENCE_S + 1)
     _, (alarm,) = await witness.hear(mine, serving(LOG, 150), 3)
     assert "gave no proof" in alarm
@@ -109,7 +116,7 @@ async def test_false_tiles_neither_convict_nor_convince(tmp_path: Path) -> None:
     witness = witness_in(tmp_path)
     await witness.hear(head_of(LOG, 150).note, serving(LOG, 150), 1)
     assert await witness.hear(head_of(LOG, 300).note, lie, 2) == (None, [])
-    assert witness.last == head_of(LOG, 150)
+    assert said(witness) == head_of(LOG, 150).checkpoint
     assert (await witness.hear(head_of(LOG, 300).note, serving(LOG, 300), 3))[0] is not None
 
 
