@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual import events
+from textual.keys import _character_to_key
 from textual.pilot import Pilot
 
 from barnraise.tui.app.app import NodeApp
@@ -56,10 +58,34 @@ def play(story: Story, app: NodeApp, size: tuple[int, int] = (80, 24)) -> None:
 
 
 async def press(app: NodeApp, pilot: Pilot[str], *keys: str) -> None:
-    """Press keys, and wait until what they began is done and drawn."""
-    await pilot.press(*keys)
-    await settle(app)
-    await pilot.pause()
+    """Press keys, and wait until what they began is done and drawn.
+
+    ``pilot.press`` waits by the clock, at least 40 ms a key; this waits until nothing is left to do.
+    """
+    for key in keys:
+        name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
+        assert app._driver is not None
+        app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
+        await quiet()
+        await settle(app)
+    await drawn(app)
+
+
+async def drawn(app: NodeApp) -> None:
+    """Wait until all that was begun is done and on the screen."""
+    for _ in range(2):  # what is drawn first may ask for more
+        await quiet()
+        if app.screen_stack:
+            app.screen._on_timer_update()  # else up to a 60th of a second later
+    await quiet()
+
+
+async def quiet() -> None:
+    """Wait until every task waits for the clock, for a thread or for a message: a pure question of order."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    while ready:
+        await asyncio.sleep(0)
 
 
 def frame(app: NodeApp) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from app_support import Watched, frame, play, press, recorded, text, use_utc
+from app_support import Watched, drawn, frame, play, press, recorded, text, use_utc
 from textual.binding import Binding
 
 from barnraise.node.supervise import lock_path
@@ -115,7 +115,7 @@ def test_quitting_says_that_the_node_goes_on() -> None:
 
         async def story(app: NodeApp, pilot: Any, key: str = key) -> None:
             app.take_state(recorded())
-            await pilot.press(key)
+            await press(app, pilot, key)
 
         play(story, app)
         assert app.sent == []
@@ -166,12 +166,12 @@ def test_the_palette_finds_commands_by_name() -> None:
     async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await press(app, pilot, "ctrl+p")
-        await pilot.press(*"pause for 2h")
+        await press(app, pilot, *"pause for 2h")
         for _ in range(100):
             await pilot.pause(0.05)
             if "Pause for 2h" in text(app):
                 break
-        await pilot.press("enter")
+        await press(app, pilot, "enter")
         for _ in range(100):
             await pilot.pause(0.05)
             if app.sent:
@@ -188,7 +188,7 @@ def test_every_command_of_the_palette_can_be_called() -> None:
             if command.title == "Quit":
                 continue
             command.callback()
-            await pilot.pause()
+            await drawn(app)
             if not isinstance(app.screen, NodeScreen):
                 await press(app, pilot, "escape")
         assert [name for name, _ in app.sent] == ["pause"] * 5 + ["resume", "finish"]
@@ -362,13 +362,13 @@ def test_a_log_that_grows_is_followed_and_one_that_is_read_stands_still(tmp_path
         with log.open("a") as file:
             file.write("2026-12-02 04:01:00,000 ERROR barnraise.node it broke\nTraceback\n")
         app.draw()
-        await pilot.pause()
+        await drawn(app)
         assert listing.current == "41"
         await press(app, pilot, "up", "up")
         with log.open("a") as file:
             file.write("2026-12-02 04:01:01,000 INFO barnraise.node on\n")
         app.draw()
-        await pilot.pause()
+        await drawn(app)
         assert listing.current == "39"
         await press(app, pilot, "w", "w", "space")
         assert [entry.key for entry in listing.entries] == ["40", "41"]
@@ -391,14 +391,14 @@ def test_a_run_is_described_before_it_is_joined(key: str, command: str) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         state = recorded() | {"consent": asked()}
         app.take_state(state)
-        await pilot.pause()
+        await drawn(app)
         assert isinstance(app.screen, Consent)
         assert "reverse [bold red]x[/]" in text(app)
         assert "about 3.1 GB" in text(app)
         await press(app, pilot, "down", "up", key)
         assert app.sent == [(command, {"run_id": "ab" * 32})]
         app.take_state(state)  # the daemon has not seen the answer yet
-        await pilot.pause()
+        await drawn(app)
         assert not isinstance(app.screen, Consent)
 
     play(story, Watched())  # type: ignore[arg-type]
@@ -407,14 +407,14 @@ def test_a_run_is_described_before_it_is_joined(key: str, command: str) -> None:
 def test_consent_given_elsewhere_closes_the_question_and_q_leaves_it_open() -> None:
     async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded() | {"consent": asked()})
-        await pilot.pause()
+        await drawn(app)
         app.take_state(recorded() | {"consent": None})
-        await pilot.pause()
+        await drawn(app)
         assert not isinstance(app.screen, Consent)
         app.take_state(recorded() | {"consent": asked()})
-        await pilot.pause()
+        await drawn(app)
         assert isinstance(app.screen, Consent)
-        await pilot.press("q")
+        await press(app, pilot, "q")
 
     app = Watched()
     play(story, app)  # type: ignore[arg-type]
@@ -443,13 +443,13 @@ def test_a_node_that_ended_leaves_its_last_picture_and_comes_back() -> None:
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_state(recorded())
         app.take_loss("the daemon has ended", app.clock() + 1)
-        await pilot.pause()
+        await drawn(app)
         shown = text(app)
         assert "The node has ended. This is what was last seen of it, at 04:08:29" in shown
         assert "37.4 Gflop" in shown
         assert "no node" in frame(app)[0]
         app.take_state(recorded())
-        await pilot.pause()
+        await drawn(app)
         assert "The node has ended" not in text(app)
 
     play(story, Watched())
@@ -460,7 +460,7 @@ def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
 
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_loss("nobody there", app.clock() + 1)
-        await pilot.press("q")
+        await press(app, pilot, "q")
 
     play(story, app)
     assert app.return_value == "no node is running here"
@@ -469,7 +469,7 @@ def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
 def test_without_a_node_nothing_is_said_of_its_credit(tmp_path: Path) -> None:
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_loss("no process serves x", app.clock() + 4)
-        await pilot.pause()
+        await drawn(app)
         shown = " ".join(text(app).split())
         assert "No node is running here. No process serves x." in shown
         assert "0 Mflop" not in shown
@@ -484,11 +484,11 @@ def test_a_node_that_crashed_is_said_to_start_again(tmp_path: Path) -> None:
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_state(recorded())
         app.take_loss("the daemon has ended", app.clock() + 1)
-        await pilot.pause()
+        await drawn(app)
         shown = " ".join(text(app).split())
         assert "The node crashed: killed; it starts again in" in shown
         assert "barnraise join" not in shown
-        await pilot.press("q")
+        await press(app, pilot, "q")
 
     with lock_path(tmp_path).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -519,7 +519,7 @@ def test_a_suspension_shows_its_reason_and_cure_on_every_screen() -> None:
 def test_another_node_with_the_same_key_is_announced_everywhere() -> None:  # R9
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_state(recorded() | {"duplicate_key": True})
-        await pilot.pause()
+        await drawn(app)
         assert "Another node uses the same key" in text(app)
 
     play(story, Watched())
@@ -567,7 +567,7 @@ def test_no_text_from_outside_is_markup_or_moves_the_cursor(half: int) -> None:
             }
             plain = poison if poison.isascii() and poison.isprintable() and len(poison) < 30 else ""
             app.take_state(cleaned(state))
-            await pilot.pause()
+            await drawn(app)
             assert isinstance(app.screen, Consent)
             assert plain in text(app)
             assert_harmless(app)
@@ -577,7 +577,7 @@ def test_no_text_from_outside_is_markup_or_moves_the_cursor(half: int) -> None:
                 assert_harmless(app)
             assert plain[:12] in frame(app)[0]
             app.say(poison)
-            await pilot.pause()
+            await drawn(app)
             assert_harmless(app)
             app.clear_notifications()
 
@@ -668,24 +668,24 @@ def test_any_size_is_drawn(size: tuple[int, int]) -> None:
 
 
 def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-    render = Sheet.render
+    painted: list[str] = []
+    render_line = Sheet.render_line
 
-    def counted(self: Sheet) -> Any:
-        drawn.append(self.id or "")
-        return render(self)
+    def counted(self: Sheet, y: int) -> Any:
+        painted.append(self.id or "")
+        return render_line(self, y)
 
     async def story(app: NodeApp, pilot: Any) -> None:
         app.take_state(recorded())
-        await pilot.pause()
-        monkeypatch.setattr(Sheet, "render", counted)
+        await drawn(app)
+        monkeypatch.setattr(Sheet, "render_line", counted)
         for _ in range(20):
             app.take_state(recorded())
-            await pilot.pause()
-        assert drawn == []
+            await drawn(app)
+        assert painted == []
         app.take_state(recorded() | {"credit": 40_000})
-        await pilot.pause()
-        assert set(drawn) == {"earned"}
+        await drawn(app)
+        assert painted == ["earned"]
 
     play(story, Watched())
 
@@ -704,6 +704,6 @@ def test_the_app_ends_at_once_although_a_command_hangs(tmp_path: Path) -> None:
         app = NodeApp(tmp_path, ascii=False)
         async with app.run_test() as pilot:
             app.order("pause")
-            await pilot.press("q")
+            await press(app, pilot, "q")
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -16,6 +16,7 @@ from barnraise.tui.app.ascii import needs_ascii, to_ascii
 from barnraise.tui.app.clean import MOST_TEXT, clean_text, cleaned
 from barnraise.tui.app.feed import Book, read_book
 from barnraise.tui.app.fields import FIELDS, parse_duration, shown_fields
+from barnraise.tui.app.pace import Pace
 from barnraise.tui.app.sheet import bar, cut, fit, spark, words, wrapped
 from barnraise.tui.app.tail import MOST_BYTES, MOST_LINES, Tail
 from barnraise.tui.app.view import History, View, credit
@@ -202,6 +203,55 @@ def test_moments_that_no_clock_shows_are_no_moments() -> None:
     for odd in (None, "x", True, -1, 10**30, math.inf):
         assert not view.is_moment(odd) or odd == 10**3
     assert view.clock(1e30) == "?"
+
+
+# --- when a state is drawn
+
+
+def shown_at(changes: list[tuple[float, dict[str, Any]]]) -> list[float]:
+    """When a link that waits a second for figures would show the states that come at these times."""
+    pace, base, shown, due = Pace(1.0), {"state": "generating", "mode": "run"}, [], math.inf
+    for now, change in changes:
+        if due < now:
+            pace.show(base, due)
+            shown.append(due)
+            due = math.inf
+        base = base | change
+        due = min(due, pace.due(base, now))
+        if due <= now:
+            pace.show(base, now)
+            shown.append(now)
+            due = math.inf
+    return shown if due == math.inf else [*shown, due]
+
+
+def test_figures_wait_for_their_second() -> None:
+    assert shown_at([(i / 5, {"credit": i}) for i in range(13)]) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": "paused", "mode": "pause"},
+        {"state": "offline"},
+        {"connected": False},
+        {"suspended": [{"reason": "on battery"}]},
+        {"consent": {"run_id": "ab"}},
+        {"duplicate_key": True},
+        {"witness": {"alarm": "SPLIT VIEW"}},
+        {"state": ["odd"]},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_a_person_waits_for_is_shown_at_once_however_busy_the_node(change: dict[str, Any]) -> None:
+    busy = [(10 + i / 5, {"credit": i}) for i in range(3)]
+    assert shown_at([*busy, (10.5, change)]) == [10.0, 10.5]
+
+
+def test_a_new_kind_of_work_is_shown_at_once_but_not_in_quick_turns() -> None:
+    assert shown_at([(0, {}), (2.9, {"credit": 1}), (3.0, {"state": "waiting"})]) == [0, 2.9, 3.0]
+    turns = [(5 + i / 5, {"state": "generating" if i % 2 else "asking"}) for i in range(13)]
+    assert shown_at(turns) == [5.0, 6.0, 7.0, 8.0]
 
 
 # --- limits

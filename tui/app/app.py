@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,8 @@ class NodeApp(App[str]):
         self._state: dict[str, Any] = {}
         self._lost = ""
         self._retry_at = self._seen_at = 0.0
+        self._came_at = float("-inf")
+        self._news: deque[tuple[dict[str, Any] | None, str, float]] = deque()
         self._watches = watch
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = ""
@@ -140,21 +143,31 @@ class NodeApp(App[str]):
         self._link.stop()
 
     def _state_came(self, state: dict[str, Any]) -> None:
-        self._call(self.take_state, state)
+        self._tell((state, "", 0.0))
 
     def _node_lost(self, reason: str, retry_at: float) -> None:
-        self._call(self.take_loss, reason, retry_at)
+        self._tell((None, reason, retry_at))
 
-    def _call(self, function: Any, *arguments: Any) -> None:
+    def _tell(self, news: tuple[dict[str, Any] | None, str, float]) -> None:
+        """From the link's thread: have the app's own take it."""
+        self._news.append(news)
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed just now
-                loop.call_soon_threadsafe(partial(self.call_later, function, *arguments))
+                loop.call_soon_threadsafe(self.call_later, self._take_news)
+
+    def _take_news(self) -> None:
+        state, reason, retry_at = self._news.popleft()
+        if state is None:
+            self.take_loss(reason, retry_at)
+        else:
+            self.take_state(state)
 
     def take_state(self, state: dict[str, Any]) -> None:
         """The node is so from now on."""
         now = self.clock()
         self._state, self._lost, self._seen_at = state, "", now
+        self._came_at = time.monotonic()
         self.history.add(state, now)
         self.draw()
         self._ask_consent(state.get("consent"))
@@ -167,7 +180,8 @@ class NodeApp(App[str]):
     def _tick(self) -> None:
         if self._state and not self._lost:
             self.history.add(self._state, self.clock())
-        self.draw()
+        if time.monotonic() > self._came_at + 1.1 * TICK_S:  # else one was drawn just now, and more come
+            self.draw()
 
     def view(self) -> View:
         """What there is to see now."""

@@ -2,7 +2,7 @@
 
 ``protocol.control`` speaks trio and Textual speaks asyncio, so the connection lives in a
 thread of its own. States are coalesced there: however often the daemon pushes, the app is
-called at most once per ``interval_s``, with the newest.
+called once per ``interval_s`` with the newest, and at once with what matters (``pace``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import trio
 from barnraise.protocol.control import ControlClient, connect_control
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.tui.app.clean import cleaned
+from barnraise.tui.app.pace import Pace
 
-INTERVAL_S = 1.0  # drawing costs; the first change after a rest is shown at once all the same
+INTERVAL_S = 1.0
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 
@@ -137,11 +138,7 @@ class Link:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, client, receive, nursery)
                 try:
-                    state = client.state
-                    while True:
-                        self._on_state(cleaned(state))
-                        await trio.sleep(self._interval_s)
-                        state = await client.wait_change()
+                    await self._pass_on(client)
                 except BarnraiseError as error:
                     gone = error
                 nursery.cancel_scope.cancel()
@@ -153,6 +150,19 @@ class Link:
                 except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
                     break
         raise gone or PeerError("the node is gone")
+
+    async def _pass_on(self, client: ControlClient) -> None:
+        pace = Pace(self._interval_s)
+        state = client.state
+        while True:
+            due = pace.due(state, trio.current_time())
+            while due > trio.current_time():  # a newer one takes its place
+                with trio.move_on_at(due):
+                    state = await client.wait_change()
+                    due = min(due, pace.due(state, trio.current_time()))
+            pace.show(state, trio.current_time())
+            self._on_state(cleaned(state))
+            state = await client.wait_change()
 
     async def _obey(
         self, client: ControlClient, wishes: trio.MemoryReceiveChannel[_Wish], nursery: trio.Nursery

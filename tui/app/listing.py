@@ -12,9 +12,11 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.visual import Visual
+from textual.style import Style
 
-from barnraise.tui.app.sheet import Line, Words, content, cut, fit
+from barnraise.tui.app.sheet import Line, Words, cut, fit, painted
+
+_UPRIGHT = Style(reverse=False)
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,7 @@ class Listing(ScrollView, can_focus=True):
 
     def _strip(self, line: Line, width: int, name: str) -> Strip:
         style = self.get_visual_style(name)
-        strips = Visual.to_strips(
-            self, content(line), max(width, 1), 1, style, pad=True, apply_selection=False
-        )
-        return strips[0] if strips else Strip.blank(width, style.rich_style)
+        return painted(line, style).adjust_cell_length(width, (style + _UPRIGHT).rich_style)
 
     def _line(self, cells: Sequence[Words], width: int) -> Line:
         shown = [pair for pair in zip(self._columns, cells, strict=True) if width >= pair[0].from_width]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -97,7 +98,7 @@ def now_rows(view: View, width: int) -> Iterator[Row]:
         done, of, what = _progress(unit)
         figures = f"  {done:,.0f} of {of:,.0f} {what}"
         yield "unit", bar(done / of if of else 0.0, max(8, width - len(figures))) + words(figures)
-    elif not view.part("fetch"):
+    else:
         yield "unit", words(("none at work", "dim"))
     fetch = view.part("fetch")
     if fetch:
@@ -105,7 +106,11 @@ def now_rows(view: View, width: int) -> Iterator[Row]:
         share = number(fetch.get("done")) / total if total else 0.0
         what = text(fetch.get("what")) or f"version {version(fetch.get('version'))}"
         figures = f"  {what}, {told(in_words, {**fetch, 'sources': ()})}"
-        yield "fetching", bar(share, max(8, min(24, width - len(figures)))) + words(figures)
+        loaded = f"; {version(state.get('policy_version'))} loaded"
+        tail = loaded if len(figures) + len(loaded) + 8 <= width else ""
+        room = max(8, min(24, width - len(figures) - len(tail)))
+        yield "fetching", bar(share, room) + words(figures, (tail, "dim"))
+        return  # in the version's place: a line that came and went would move all others each time
     newest, last = version(state.get("head_version")), version(state.get("final_version"))
     yield (
         "version",
@@ -237,7 +242,8 @@ def network_rows(view: View) -> Iterator[Row]:
 
 def log_rows(tail: Tail) -> Iterator[Row]:
     """The log's last lines, the newest last."""
-    for line in [line for line in tail.lines if line.level != "DEBUG"][-LOG_LINES:]:
+    newest = islice((line for line in reversed(tail.lines) if line.level != "DEBUG"), LOG_LINES)
+    for line in reversed(list(newest)):
         yield line.time or " ", words((line.text, "bad" if line.bad else "warn" if line.grave else "dim"))
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style as RichStyle
 from textual.content import Content
-from textual.geometry import Size
+from textual.geometry import Region, Size
+from textual.strip import Strip
+from textual.style import Style
 from textual.widget import Widget
 
 from barnraise.tui.app.theme import TONES
@@ -122,6 +126,19 @@ def content(line: Iterable[Piece]) -> Content:
     return Content.assemble(*((text, TONES.get(tone, "")) for text, tone in line))
 
 
+def painted(line: Iterable[Piece], style: Style) -> Strip:
+    """One line as the terminal gets it, over ``style``; only while an app runs, whose theme has the tones.
+
+    Content would parse, wrap and align it again: that was half of what the app took of the processor.
+    """
+    return Strip(Segment(text, _over(style, tone)) for text, tone in line if text)
+
+
+def _over(style: Style, tone: str) -> RichStyle:
+    spec = TONES.get(tone, "")
+    return (style + Style.parse(spec)).rich_style if spec else style.rich_style
+
+
 def cut(text: str, width: int) -> str:
     """``text`` in exactly ``width`` cells, with an ellipsis where it is longer."""
     if cell_len(text) <= width:
@@ -130,7 +147,7 @@ def cut(text: str, width: int) -> str:
 
 
 class Sheet(Widget):
-    """Rows under a heading. ``show`` them as often as you like: only a change is drawn.
+    """Rows under a heading. ``show`` them as often as you like: only lines that changed are drawn.
 
     Args:
         title: the heading in the rule above.
@@ -138,6 +155,7 @@ class Sheet(Widget):
         most: lines a row may take, the rest is cut with an ellipsis.
     """
 
+    ALLOW_SELECT = False
     DEFAULT_CSS = """
     Sheet {
         height: auto;
@@ -185,11 +203,18 @@ class Sheet(Widget):
         new = tuple(rows)
         if new == self._rows:
             return
-        before = len(self._laid_out(self.size.width)) if self.size.width else -1
+        width = self.size.width
+        before = self._laid_out(width) if width else []
         self._rows = new
         self._lines = (-1, [])
-        after = len(self._laid_out(self.size.width)) if self.size.width else -2
-        self.refresh(layout=before != after)
+        after = self._laid_out(width) if width else []
+        if not width or len(before) != len(after):
+            self.refresh(layout=True)
+            return
+        pairs = enumerate(zip(before, after, strict=True))
+        changed = [Region(0, y, width, 1) for y, (was, now) in pairs if was != now]
+        if changed:
+            self.refresh(*changed)
 
     def note(self, text: str) -> None:
         """What stands beside the heading."""
@@ -197,9 +222,9 @@ class Sheet(Widget):
             self._note = text
             self.border_title = content([(self._title, ""), (f"  {text}" if text else "", "note")])
 
-    def render(self) -> Content:
+    def render_line(self, y: int) -> Strip:
         lines = self._laid_out(self.size.width)
-        return Content("\n").join(content(line) for line in lines)
+        return painted(lines[y] if y < len(lines) else (), self.visual_style)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return len(self._laid_out(width))

@@ -59,6 +59,9 @@ class Tail:
     def read(self) -> bool:
         """Take in what was added; whether anything was. Blocking, at most ``MOST_BYTES``."""
         try:
+            info = self.path.stat()
+            if (info.st_ino, info.st_size) == (self._inode, self._position):
+                return False
             with self.path.open("rb") as file:
                 info = os.fstat(file.fileno())
                 if info.st_ino != self._inode or info.st_size < self._position:  # rotated

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -108,16 +108,18 @@ def _unit_rows(view: View, width: int) -> Iterator[Row]:
     for label, pieces in now_rows(view, width):
         if label != "version":
             yield label, pieces
-    unit = view.part("unit")
-    if unit:
-        tokens = number(unit.get("tokens"))
-        made = f"{tokens:,.0f} tokens" if tokens else ""
-        where = f"block {unit['block']}" if "block" in unit else f"unit {unit.get('unit_id', '?')}"
-        saved = f"{number(unit.get('saved')):.0f} segments on disk" if unit.get("saved") else ""
-        parts = ", ".join(
-            part for part in (where, f"version {unit.get('version', '?')}", made, saved) if part
-        )
-        yield "", words((" " * 10 + parts, "dim"))
+        if label == "unit":
+            yield "", words((" " * 10 + _unit(view.part("unit")), "dim"))
+
+
+def _unit(unit: Mapping[str, Any]) -> str:
+    if not unit:
+        return ""
+    tokens = number(unit.get("tokens"))
+    made = f"{tokens:,.0f} tokens" if tokens else ""
+    where = f"block {unit['block']}" if "block" in unit else f"unit {unit.get('unit_id', '?')}"
+    saved = f"{number(unit.get('saved')):.0f} segments on disk" if unit.get("saved") else ""
+    return ", ".join(part for part in (where, f"version {unit.get('version', '?')}", made, saved) if part)
 
 
 def _flow_rows(view: View) -> Iterator[Row]:
