@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureError
+from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError, SignatureError
 from barnraise.protocol.ledger import LedgerReport, Problem
 from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
 from barnraise.protocol.ledger_lines import peer_id
@@ -103,6 +103,10 @@ def verify(
             report = _audit(path, given, also)
     except (MalformedError, SignatureError) as error:
         raise BarnraiseError(f"the ledger cannot be believed: {error}") from error
+    except RunFolderError as error:
+        if not (source / "state.sqlite").is_file():
+            raise  # no run folder at all
+        raise BarnraiseError(f"the ledger cannot be read: {error}") from error
     if as_json:
         checkpoints = {"checkpoints": held.fitting, "checkpoints_newer": held.newer}
         emit_json({**report_fields(report), "receipts_newer": newer, **checkpoints})
