@@ -20,6 +20,7 @@ from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
+from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.libp2p_network import open_libp2p
@@ -42,6 +43,7 @@ def run_from_folder(
     relay_bytes_s: float = 0.0,
     verify_all: bool = False,
     replay: bool = False,
+    http: Bind | None = Bind(),
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -54,7 +56,8 @@ def run_from_folder(
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
-    ``replay``: trust no snapshot, and say whether they agree with the journal.
+    ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
+    serve the page, the API and the metrics; None: nowhere.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -64,7 +67,16 @@ def run_from_folder(
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
             pressure = None if verify_all else Pressure()
-            options = (threads, verifiers, tuple(mirrors), upload_copies, relay_bytes_s, pressure, replay)
+            options = (
+                threads,
+                verifiers,
+                tuple(mirrors),
+                upload_copies,
+                relay_bytes_s,
+                pressure,
+                replay,
+                http,
+            )
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
             error = _innermost(group)
@@ -87,10 +99,11 @@ async def _main(
     relay_bytes_s: float,
     pressure: Pressure | None,
     replay: bool,
+    http: Bind | None,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            options = (threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure, replay)
+            options = (threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure, replay, http)
             nursery.start_soon(_serve, run, listen, *options)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
@@ -109,12 +122,14 @@ async def _serve(
     relay_bytes_s: float,
     pressure: Pressure | None,
     replay: bool,
+    http: Bind | None,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
     setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path.resolve()), threads=threads)
     async with open_libp2p(run.identity, listen) as network:
         async with trio.open_nursery() as nursery:
+            listeners = None if http is None else open_listeners(http)
             serve = partial(
                 run_coordinator,
                 run,
@@ -126,11 +141,14 @@ async def _serve(
                 relay_bytes_s=relay_bytes_s,
                 pressure=pressure,
                 replay=replay,
+                http=listeners,
             )
             await nursery.start(serve)
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())
             for address in network.addresses:
                 log.info("join with: barnraise join %s", address)
+            for url in urls_of(listeners or ()):
+                log.info("page: %s", url)
 
 
 def _verifiers(setup: WorkerSetup, log_path: Path, count: int) -> VerifierPool:

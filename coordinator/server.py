@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.verify_belt import VerifyBelt
+from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import Learner, Verifier
 from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.envelope import open_signed
@@ -96,6 +97,7 @@ async def run_coordinator(
     serial_publishing: bool = False,
     pressure: Pressure | None = None,
     replay: bool = False,
+    http: Sequence[trio.SocketListener] | None = None,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -114,6 +116,7 @@ async def run_coordinator(
         serial_publishing: have the learner wait while a version is published (to measure the difference).
         pressure: the backlog from which proven nodes' work may be spared; None: never.
         replay: fold every event from the first on, and compare what the snapshots say.
+        http: where to serve the page (``barnraise.coordinator.web``); None: nowhere.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -159,6 +162,10 @@ async def run_coordinator(
         core.listeners.append(partial(tell_of, core, hub))
         learner.on_progress = progress.note
         get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path, public_log)
+        web = None
+        if http is not None:
+            without_nodes = partial(get_state, with_nodes=False)
+            web = WebService(core, hub, public_log.folder, run.path, without_nodes)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
@@ -195,6 +202,8 @@ async def run_coordinator(
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
                 nursery.start_soon(_tick, core, sessions, deadlines, pressure is not None)
+                if web is not None:
+                    nursery.start_soon(web.run, http or ())
                 task_status.started(get_state)
         finally:
             keeper.at_stop()

@@ -33,8 +33,13 @@ def state_tree(
     origin: Origin | None = None,
     run_folder: Path | None = None,
     public_log: LogBelt | None = None,
+    *,
+    with_nodes: bool = True,
 ) -> dict[str, Any]:
-    """Everything that a person or the demo wants to see; keys as the viewers expect them."""
+    """Everything that a person or the demo wants to see; keys as the viewers expect them.
+
+    Without nodes its cost does not grow with theirs (but for leases that are open).
+    """
     state, spec = core.state, core.spec
     history = state.versions[-MAX_HISTORY:]
     rewards = [[info.version, info.stats.reward_mean] for info in history if info.stats is not None]
@@ -75,7 +80,7 @@ def state_tree(
         "groups_wanted": spec.rollout.groups_per_version,
         "nodes": [
             _node(node, hub.by_key.get(node.key), core.now_ms(), len(state.blocks.held.get(node.key, ())))
-            for node in _shown(core, hub)
+            for node in (_shown(core, hub) if with_nodes else ())
         ],
         "nodes_known": len(state.nodes),
         "nodes_live": len(hub.by_key),

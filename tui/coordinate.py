@@ -76,9 +76,18 @@ def run(
         help="Fold every event of the journal from the first on instead of beginning with a snapshot, and "
         "compare the snapshots with it.",
     ),
+    http: str = typer.Option(
+        "",
+        "--http",
+        metavar="HOST:PORT",
+        help="Where to serve the web page, the API and metrics; 0.0.0.0:8080 shows them to everybody. "
+        "[default: 127.0.0.1:8080, or another port if that is taken]",
+    ),
+    no_http: bool = typer.Option(False, "--no-http", help="Serve no web page."),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
+    from barnraise.coordinator.web.listen import Bind, read_bind
     from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
 
     if len(mirror) > MAX_MIRRORS:
@@ -87,6 +96,12 @@ def run(
         raise typer.BadParameter(
             "0, or at least 1: nobody could get a whole version", param_hint="--upload-copies"
         )
+    if http and no_http:
+        raise typer.BadParameter("choose one of --http and --no-http", param_hint="--http")
+    try:
+        bind = None if no_http else read_bind(http) if http else Bind()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--http") from error
     for url in mirror:
         try:
             check_mirror(url)
@@ -103,9 +118,11 @@ def run(
             mirrors=tuple(mirror),
             upload_copies=upload_copies,
             relay_bytes_s=relay * 125_000,
+            http=bind,
         )
     except PeerError as error:  # an address that is malformed or taken
-        raise typer.BadParameter(str(error), param_hint="--listen") from error
+        hint = "--http" if "--http" in str(error) else "--listen"
+        raise typer.BadParameter(str(error), param_hint=hint) from error
     raise typer.Exit(code)
 
 

@@ -1,0 +1,43 @@
+// Keeps the figures fresh while the page is open. Without it everything is there, as of loading.
+"use strict";
+(() => {
+  const lamp = document.getElementById("link");
+  const text = document.getElementById("link-text");
+  if (!window.EventSource || !lamp) return;
+  let version = null;
+  let refreshed = Date.now();
+
+  // Parts are exchanged whole, unless somebody is in one of them right now.
+  const refresh = async () => {
+    refreshed = Date.now();
+    const parts = document.querySelectorAll("[data-fresh]");
+    if (!parts.length) return;
+    const reply = await fetch(location.href, { headers: { Accept: "text/html" } });
+    if (!reply.ok) return;
+    const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+    for (const part of parts) {
+      const fresh = page.getElementById(part.id);
+      const busy = part.contains(document.activeElement) || part.querySelector("details[open]");
+      if (fresh && !busy) part.replaceWith(document.adoptNode(fresh));
+    }
+  };
+
+  const source = new EventSource("/live");
+  source.onopen = () => { lamp.hidden = false; lamp.classList.remove("lost"); text.textContent = "live"; };
+  source.onerror = () => { lamp.hidden = false; lamp.classList.add("lost"); text.textContent = "connection lost, trying again"; };
+  source.addEventListener("values", (event) => {
+    const values = JSON.parse(event.data);
+    for (const [name, value] of Object.entries(values)) {
+      for (const place of document.querySelectorAll(`[data-live="${name}"]`)) {
+        if (place.textContent === value) continue;
+        place.textContent = value;
+        if (name === "now") continue;
+        place.classList.add("fresh");
+        setTimeout(() => place.classList.remove("fresh"), 300);
+      }
+    }
+    const changed = "version" in values && version !== null && values.version !== version;
+    if ("version" in values) version = values.version;
+    if (changed || "alarms" in values || Date.now() - refreshed > 15000) refresh().catch(() => {});
+  });
+})();
