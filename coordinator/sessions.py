@@ -62,6 +62,7 @@ from barnraise.protocol.messages import (
 )
 from barnraise.protocol.network import Stream
 from barnraise.protocol.pretrain import BlockSubmission
+from barnraise.protocol.pseudonym import pseudonym
 from barnraise.protocol.session import Intake, ServerSession
 from barnraise.protocol.wire import printable
 
@@ -181,7 +182,7 @@ class Sessions:
                 f"the request names key {fingerprint(message.public_key)}, which is not the key "
                 f"of the connection ({live.peer_id})",
             )
-        name = printable(message.name, 64)
+        name = pseudonym(message.name, live.peer_id)
         node = self._core.state.nodes.get(message.public_key)
         live.key, live.instance, live.name = message.public_key, message.instance, name
         live.engine, live.addresses = printable(message.engine, 64), message.addresses

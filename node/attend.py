@@ -114,7 +114,7 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
         session,
         ctx.identity,
         ctx.instance,
-        ctx.config.display_name,
+        ctx.config.called(ctx.identity.peer_id),
         ctx.facts.engine or "starting",
         ctx.network.addresses,
     )

@@ -23,16 +23,18 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         runs/<run id>/units/          block units at work or without a verdict (barnraise.node.units)
         runs/<run id>/residuals/      what rounding lost of block units' differences
         runs/<run id>/run.bin         the signed spec, and
+        runs/<run id>/witness/        the newest head of the ledger that was seen, and proof against it
         runs/<run id>/overlay.json    nodes met lately: what finds them while the coordinator is away
 """
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from barnraise.protocol.pseudonym import pseudonym
 
 DEFAULT_DISK_BYTES = 20 * 10**9
 
@@ -54,7 +56,8 @@ class NodeConfig:
     Attributes:
         address: the coordinator's full multiaddr, ending in ``/p2p/<peer id>``.
         more_addresses: others that lead to the same coordinator, tried in order after it (R2).
-        name: what others see beside the credit; None means the host's name.
+        name: what others see beside the credit; None: one made of the node's peer id. Never the host's,
+            which may say who somebody is, and where.
         listen: multiaddrs to listen on for peers that fetch shards.
         threads: the engine's while nobody uses the machine; 0: as set with ``barnraise limits set``
             (``limits_path``), else half of the cores.
@@ -95,11 +98,9 @@ class NodeConfig:
         """Every address that leads to the coordinator, in the order to try."""
         return (self.address, *self.more_addresses)
 
-    @property
-    def display_name(self) -> str:
-        """The name sent to the coordinator: 1 to 64 printable characters."""
-        text = "".join(c for c in (self.name or socket.gethostname()) if c.isprintable()).strip()
-        return text[:64] or "node"
+    def called(self, peer_id: str) -> str:
+        """The name sent to the coordinator, which lies in the public ledger for ever."""
+        return pseudonym(self.name or "", peer_id)
 
     @property
     def store_path(self) -> Path:

@@ -237,7 +237,7 @@ async def run_node(
         approve=approve,
         sensors=sensors,
         instance=rng.randbytes(16),
-        facts=Facts(config.display_name, identity.peer_id),
+        facts=Facts(config.called(identity.peer_id), identity.peer_id),
         state=core.initial(config.exit_when_complete, now),
         spoke_at=now,
     )

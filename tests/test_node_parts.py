@@ -172,10 +172,10 @@ def config(folder: Path, **settings: object) -> NodeConfig:
 
 
 def test_names_are_made_presentable(tmp_path: Path) -> None:
-    assert config(tmp_path, name="a\nb\x1b[31m").display_name == "ab[31m"
-    assert len(config(tmp_path, name="x" * 100).display_name) == 64
-    assert config(tmp_path, name=" \n").display_name == "node"
-    assert config(tmp_path).display_name
+    assert config(tmp_path, name="a\nb\x1b[31m").called(ME.peer_id) == "a b\N{REPLACEMENT CHARACTER}[31m"
+    assert len(config(tmp_path, name="x" * 100).called(ME.peer_id)) == 64
+    assert config(tmp_path, name=" \n").called(ME.peer_id) == config(tmp_path).called(ME.peer_id)
+    assert config(tmp_path).called(ME.peer_id) == f"node-{ME.peer_id[-6:]}"  # not the host's name
 
 
 def test_the_key_lies_outside_of_the_data_folder() -> None:

@@ -54,7 +54,7 @@ def join(
         help="Key file, made on first use (default: ~/.config/barnraise/node.key).",
     ),
     name: str | None = typer.Option(
-        None, "--name", metavar="TEXT", help="What others see beside your credit (default: host name)."
+        None, "--name", metavar="TEXT", help="What others see beside your credit (default: by its key)."
     ),
     listen: list[str] = typer.Option(
         ["/ip4/0.0.0.0/tcp/0"],
