@@ -57,6 +57,7 @@ def make_app(site: Site) -> ASGIApp:
         ],
         exception_handlers={HTTPException: failed},
     )
+    app.router.redirect_slashes = False
     return _Around(app, site.flow)
 
 
