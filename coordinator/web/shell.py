@@ -1,4 +1,4 @@
-"""HTTP over TCP: hypercorn's HTTP/1.1 in an accept loop of ours, where everything is bounded.
+"""HTTP over TCP: Hypercorn's HTTP/1.1 in an accept loop of ours, where everything is bounded.
 
 Hypercorn's own worker lets an exception of one connection end all of them, waits without
 limit for a client that does not read, speaks HTTP/2 to whoever asks, and counts no
@@ -94,52 +94,60 @@ async def serve_http(
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Doorman]
 ) -> None:
     """Serve an ASGI application (HTTP alone, no lifespan) until cancelled."""
-    config = Config()
-    config.h11_max_incomplete_size = limits.head_bytes
-    config.keep_alive_max_requests = limits.requests
-    config.include_server_header = False
-    config.max_app_queue_size = 2
-    config.errorlog = log
-    framework: ASGIFramework = app
-    server = _Server(wrap_app(framework, 0, "asgi"), config, WorkerContext(None), Doorman(limits))
-    handler = partial(_contained, server)
+    server = Server(app, limits)
+
+    async def accepted(stream: trio.SocketStream) -> None:
+        try:
+            client, own = stream.socket.getpeername()[:2], stream.socket.getsockname()[:2]
+        except OSError:  # it is gone already
+            await trio.aclose_forcefully(stream)
+        else:
+            await server.serve(stream, client, own)
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(trio.serve_listeners, handler, listeners, handler_nursery=nursery))
+        nursery.start_soon(partial(trio.serve_listeners, accepted, listeners, handler_nursery=nursery))
         task_status.started(server.doorman)
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
-    app: Any
-    config: Config
-    context: WorkerContext
-    doorman: Doorman
+class Server:
+    """An ASGI application, and what one connection after the other may take."""
 
+    def __init__(self, app: Any, limits: Limits = Limits()) -> None:
+        framework: ASGIFramework = app
+        self.app = wrap_app(framework, 0, "asgi")
+        self.doorman = Doorman(limits)
+        self.context = WorkerContext(None)
+        self.config = Config()
+        self.config.h11_max_incomplete_size = limits.head_bytes
+        self.config.keep_alive_max_requests = limits.requests
+        self.config.include_server_header = False
+        self.config.max_app_queue_size = 2
+        self.config.errorlog = log
 
-async def _contained(server: _Server, stream: trio.SocketStream) -> None:
-    """One connection, whatever happens in it."""
-    try:
-        client = stream.socket.getpeername()[:2]
-        own = stream.socket.getsockname()[:2]
-    except OSError:  # it is gone already
-        await trio.aclose_forcefully(stream)
-        return
-    key = server.doorman.enter(client[0])
-    if key is None:
-        await trio.aclose_forcefully(stream)
-        return
-    try:
-        await _Connection(server, stream, client, own).run()
-    except* Exception as group:
-        log.debug("a connection from %s ended: %r", client[0], group.exceptions[0])
-    finally:
-        server.doorman.leave(key)
-        await trio.aclose_forcefully(stream)
+    async def serve(
+        self, stream: trio.abc.HalfCloseableStream, client: tuple[str, int], own: tuple[str, int]
+    ) -> None:
+        """One connection, whatever happens in it. ``client``, ``own``: host and port of its two ends."""
+        key = self.doorman.enter(client[0])
+        if key is None:
+            await trio.aclose_forcefully(stream)
+            return
+        try:
+            await _Connection(self, stream, client, own).run()
+        except* Exception as group:
+            log.debug("a connection from %s ended: %r", client[0], group.exceptions[0])
+        finally:
+            self.doorman.leave(key)
+            await trio.aclose_forcefully(stream)
 
 
 class _Connection:
     def __init__(
-        self, server: _Server, stream: trio.SocketStream, client: tuple[str, int], own: tuple[str, int]
+        self,
+        server: Server,
+        stream: trio.abc.HalfCloseableStream,
+        client: tuple[str, int],
+        own: tuple[str, int],
     ) -> None:
         self._limits = server.doorman.limits
         self._stream = stream
