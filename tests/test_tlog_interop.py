@@ -5,13 +5,20 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trio
+from starlette.applications import Starlette
 
 from barnraise.coordinator.log_folder import LogFolder
+from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
+from barnraise.coordinator.web.log_files import log_routes
+from barnraise.coordinator.web.shell import serve_http
 from barnraise.protocol.cosignature import COSIGNATURE, WitnessKey, cosign, cosigned_at, witness_name
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import verify_consistency, verify_inclusion
@@ -309,6 +316,52 @@ def test_we_read_what_aics_wrote(tmp_path: Path, aics: Any, size: int) -> None:
     assert [tree.entry(index) for index in range(size)] == entries
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files - {"checkpoint"} == {tile.path for tile in tiles_for(size)}
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[str]:
+    """The folder's files over HTTP, as the coordinator's page serves them; gives the log's URL."""
+    out_there = LogFolder(folder, KEY)
+
+    async def read(path: str) -> bytes | None:
+        return await trio.to_thread.run_sync(out_there.read, path)
+
+    listeners = open_listeners(Bind("127.0.0.1", 0, fall_back=False))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_http, Starlette(routes=log_routes(read)), listeners)
+        yield f"{urls_of(listeners)[0]}log"
+        nursery.cancel_scope.cancel()
+
+
+async def test_go_reads_what_came_over_http(tmp_path: Path, go_program: Path) -> None:
+    size = 700
+    publish(tmp_path / "ours", size)
+    theirs = tmp_path / "theirs"
+    async with served(tmp_path / "ours") as url, httpx.AsyncClient() as client:
+        for path in ("checkpoint", *(tile.path for tile in tiles_for(size))):
+            reply = (await client.get(f"{url}/{path}")).raise_for_status()
+            (theirs / path).parent.mkdir(parents=True, exist_ok=True)
+            (theirs / path).write_bytes(reply.content)
+    answer = ask_go(go_program, "read", request_for(theirs, size))
+    assert answer["Verified"] == [ORIGIN, NAME]
+    assert answer["Root"] == b64(LOG.root(size))
+    assert [base64.b64decode(item or "") for item in answer["Entries"]] == ALL
+
+
+async def test_aics_reads_ours_over_http(tmp_path: Path, aics: Any) -> None:
+    size = 700
+    publish(tmp_path, size)
+
+    def audit(url: str) -> None:
+        reader = aics.HttpTileReader(url, proxies={})
+        aics.audit_tiles(reader, size, LOG.root(size))
+        verified = aics.VerifiedTileReader(reader, size, LOG.root(size))
+        assert [verified.entry(index) for index in some(size)] == [ALL[index] for index in some(size)]
+        assert reader.stats["errors"] == 0, reader.last_errors
+        assert reader.read_tile(0, 9, None) is None
+
+    async with served(tmp_path) as url:
+        await trio.to_thread.run_sync(audit, url)
 
 
 def test_both_agree_on_who_signed(aics: Any) -> None:

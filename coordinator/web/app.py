@@ -38,6 +38,9 @@ def make_app(site: Site) -> ASGIApp:
     """The whole site as one ASGI application."""
     pages = Pages(site)
 
+    async def read_log(path: str) -> bytes | None:
+        return await site.work(lambda: site.index.entries.folder.read(path))
+
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
@@ -51,7 +54,7 @@ def make_app(site: Site) -> ASGIApp:
         routes=[
             *page_routes(site, pages),
             *api_routes(site),
-            *log_routes(site),
+            *log_routes(read_log),
             *live_routes(site),
             *_watch_routes(site),
         ],

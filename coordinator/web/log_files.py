@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from starlette.exceptions import HTTPException
@@ -9,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from barnraise.coordinator.web.site import Site
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.log_messages import CHECKPOINT
 from barnraise.protocol.tlog_tiles import parse_path
@@ -18,8 +18,8 @@ _FOR_EVER: Final = "public, max-age=31536000, immutable"  # what a tile's path n
 _PUBLIC: Final = {"Access-Control-Allow-Origin": "*"}
 
 
-def log_routes(site: Site) -> list[Route]:
-    """The routes below ``/log/``."""
+def log_routes(read: Callable[[str], Awaitable[bytes | None]]) -> list[Route]:
+    """The routes below ``/log/``. ``read`` gives the file at a path that was checked to be one of a log's."""
 
     async def file(request: Request) -> Response:
         path = request.path_params["path"]
@@ -29,7 +29,7 @@ def log_routes(site: Site) -> list[Route]:
                 parse_path(path)  # nothing else is ever looked for on the disk
             except MalformedError as error:
                 raise HTTPException(404, str(error)) from error
-        data = await site.work(lambda: site.index.entries.folder.read(path))
+        data = await read(path)
         if data is None:
             raise HTTPException(404, "there is no such file in this log yet")
         kind = "text/plain; charset=utf-8" if checkpoint else "application/octet-stream"
