@@ -42,6 +42,7 @@ from barnraise.coordinator.events import (
     VersionTrained,
 )
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.ledger_uses import UseNotes
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
 from barnraise.protocol.envelope import sign
@@ -285,8 +286,10 @@ def export_ledger(
     """
     heads = journal.tree_heads()  # before the entries: none may cover more than is written
     log = MerkleLog()
-    entries = list(entries_of(journal.events(), max_lag))
+    uses = UseNotes()
+    entries = list(entries_of(uses.watch(journal.events()), max_lag))
     for entry in entries:
         log.append(encode_entry(entry))
-    newest = TreeHead(run_id=run_id(signed_spec), size=len(log), root=log.root(), issued_at=now_ms)
-    write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries)
+    run = run_id(signed_spec)
+    newest = TreeHead(run_id=run, size=len(log), root=log.root(), issued_at=now_ms)
+    write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries, uses.signed(run, identity))

@@ -2,8 +2,8 @@
 
 Layout: the 20 bytes ``barnraise-ledger-1\\r\\n``, then records of one kind byte, a
 big-endian length of four bytes and a MessagePack body: ``S`` the signed run spec
-(exactly one, first), ``H`` signed tree heads, ``E`` entries in order. Heads come
-before entries, so that a reader may stream the entries.
+(exactly one, first), ``H`` signed tree heads, ``U`` signed uses (none in older files), ``E``
+entries in order. Heads and uses come before entries, so that a reader may stream those.
 """
 
 from __future__ import annotations
@@ -26,31 +26,39 @@ from barnraise.protocol.ledger import (
     encode_entry,
     verify_ledger,
 )
+from barnraise.protocol.ledger_uses import UseCheck
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Signed
+from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.signatures import Check, check_here
 
 MAGIC = b"barnraise-ledger-1\r\n"
-_SPEC, _HEAD, _ENTRY = b"S", b"H", b"E"
-_LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _ENTRY: 4 * 1024}
+_SPEC, _HEAD, _USE, _ENTRY = b"S", b"H", b"U", b"E"
+_LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _USE: 160 * 1024, _ENTRY: 4 * 1024}
 MAX_HEADS = 1_000_000  # one a minute for almost two years
+MAX_USES = 128 * 1024 * 1024  # bytes in all: about 4 million submissions
 
 
 @dataclass(frozen=True)
 class LedgerFile:
     """An open ledger file. ``entries`` streams once, and raises MalformedError where the file is damaged.
 
-    ``fraction()``: how much of the file is read, 0 to 1.
+    ``uses``: see ``barnraise.protocol.ledger_uses``. ``fraction()``: how much of the file is read, 0 to 1.
     """
 
     run_spec: Signed
     heads: tuple[Signed, ...]
     entries: Iterator[LedgerEntry]
+    uses: tuple[Signed, ...] = ()
     fraction: Callable[[], float] = lambda: 0.0
 
 
 def write_ledger(
-    path: Path, run_spec: Signed, heads: Sequence[Signed], entries: Iterable[LedgerEntry]
+    path: Path,
+    run_spec: Signed,
+    heads: Sequence[Signed],
+    entries: Iterable[LedgerEntry],
+    uses: Iterable[Signed] = (),
 ) -> None:
     """Write a ledger file atomically.
 
@@ -65,6 +73,8 @@ def write_ledger(
                 file.write(_record(_SPEC, wire.encode(run_spec)))
                 for head in heads:
                     file.write(_record(_HEAD, wire.encode(head)))
+                for use in uses:
+                    file.write(_record(_USE, wire.encode(use)))
                 for entry in entries:
                     file.write(_record(_ENTRY, encode_entry(entry)))
                 file.flush()
@@ -103,9 +113,21 @@ def open_ledger(path: Path) -> Iterator[LedgerFile]:
                 raise MalformedError(f"{path} holds more than {MAX_HEADS:,} tree heads: no ledger does")
             heads.append(wire.decode(first[1], Signed))
             first = next(records, None)
+        uses: list[Signed] = []
+        held = 0
+        while first is not None and first[0] == _USE:
+            held += len(first[1])
+            if held > MAX_USES:
+                raise MalformedError(f"{path} holds more than {MAX_USES:,} bytes of use: no ledger does")
+            uses.append(wire.decode(first[1], Signed))
+            first = next(records, None)
         total = max(1, os.fstat(file.fileno()).st_size)
         yield LedgerFile(
-            run_spec, tuple(heads), _entries(first, records), lambda: min(1.0, file.tell() / total)
+            run_spec,
+            tuple(heads),
+            _entries(first, records),
+            tuple(uses),
+            lambda: min(1.0, file.tell() / total),
         )
 
 
@@ -126,7 +148,16 @@ def verify_ledger_file(
     """
     with open_ledger(path) as ledger:
         told = None if progress is None else (lambda _: progress(ledger.fraction()))
-        return verify_ledger(ledger.entries, ledger.heads, ledger.run_spec, receipts, check, told, also)
+        seen = UseCheck()
+        operator, run = open_run_spec(ledger.run_spec).operator, run_id(ledger.run_spec)
+
+        def more(log: MerkleLog, signed_ms: int) -> Iterator[Problem]:
+            yield from seen.problems(ledger.uses, operator, run)
+            if also is not None:
+                yield from also(log, signed_ms)
+
+        entries = seen.watch(ledger.entries) if ledger.uses else ledger.entries
+        return verify_ledger(entries, ledger.heads, ledger.run_spec, receipts, check, told, more)
 
 
 def _record(kind: bytes, body: bytes) -> bytes:
@@ -154,6 +185,6 @@ def _entries(
     while record is not None:
         kind, body = record
         if kind != _ENTRY:
-            raise MalformedError("the file is damaged: a spec or tree head stands among the entries")
+            raise MalformedError("the file is damaged: a spec, head or use stands among the entries")
         yield decode_entry(body)
         record = next(records, None)

@@ -9,9 +9,17 @@ import pytest
 
 from barnraise.coordinator.events import BatchFormed, LeaseIssued, SubmissionJudged, Submitted
 from barnraise.coordinator.journal import Journal, Write
+from barnraise.protocol import ledger_file
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import MalformedError
+from barnraise.protocol.ledger_file import verify_ledger_file, write_ledger
+from barnraise.protocol.ledger_uses import Uses
 from barnraise.tui import main as command_line
 from tests.coordinator_history import history
 from tests.coordinator_support import make_run
+from tests.test_ledger import ANN, BEN, OPERATOR, RUN, SIGNED_SPEC, STORY, STRANGER, head_of, submitted
+
+ONE, REFUSED = submitted(1, ANN).submission_id, submitted(2, BEN).submission_id
 
 
 def test_a_run_folder_tells_what_the_public_ledger_has_by_hash(
@@ -28,6 +36,12 @@ def test_a_run_folder_tells_what_the_public_ledger_has_by_hash(
     unit = next(
         e.lease.unit_id for e in events if isinstance(e, LeaseIssued) and e.lease.lease_id == lease_id
     )
+    file = tmp_path / "ledger.bin"
+    assert command_line.main(["ledger", "export", str(folder), str(file)]) == 0
+    assert {problem.rule for problem in verify_ledger_file(file).problems} == {"own-run"}  # a made-up history
+    capsys.readouterr()
+    assert command_line.main(["ledger", "unit", str(file), used.hex()[:16]]) == 0
+    assert f"used in policy version {batch.version}" in capsys.readouterr().out
     refused = next(e for e in events if isinstance(e, SubmissionJudged) and not e.verdict.accepted)
 
     assert command_line.main(["ledger", "unit", str(folder), used.hex()[:16], "--json"]) == 0
@@ -38,3 +52,31 @@ def test_a_run_folder_tells_what_the_public_ledger_has_by_hash(
     assert f"used in policy version {batch.version}" in capsys.readouterr().out
     assert command_line.main(["ledger", "unit", str(folder), refused.submission_id.hex()[:16]]) == 0
     assert f"check {refused.verdict.check}: value 2, threshold 1" in capsys.readouterr().out
+
+
+LIES = {
+    "use-signed": [sign(Uses(run_id=RUN, version=1, submissions=(ONE,)), STRANGER)],
+    "use-of-run": [sign(Uses(run_id=bytes(32), version=1, submissions=(ONE,)), OPERATOR)],
+    "use-published": [sign(Uses(run_id=RUN, version=9, submissions=(ONE,)), OPERATOR)],
+    "use-accepted": [sign(Uses(run_id=RUN, version=1, submissions=(REFUSED,)), OPERATOR)],
+    "use-once": [sign(Uses(run_id=RUN, version=version, submissions=(ONE,)), OPERATOR) for version in (0, 1)],
+}
+
+
+@pytest.mark.parametrize("rule", LIES)
+def test_what_the_operator_says_of_use_is_held_against_the_ledger(rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "l.bin"
+    true = [sign(Uses(run_id=RUN, version=1, submissions=(ONE,)), OPERATOR)]
+    for uses, found in ((true, []), (LIES[rule], [rule])):
+        write_ledger(path, SIGNED_SPEC, [head_of(STORY)], STORY, uses)
+        assert [problem.rule for problem in verify_ledger_file(path).problems] == found
+
+
+def test_a_file_full_of_uses_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_file, "MAX_USES", 1000)
+    use = sign(Uses(run_id=RUN, version=1, submissions=(ONE,)), OPERATOR)
+    write_ledger(tmp_path / "l.bin", SIGNED_SPEC, [head_of(STORY)], STORY, [use] * 10)
+    with pytest.raises(MalformedError, match="no ledger does"):
+        verify_ledger_file(tmp_path / "l.bin")

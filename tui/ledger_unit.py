@@ -21,7 +21,9 @@ from barnraise.protocol.ledger import (
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.ledger_lines import line, peer_id, placed_fields
 from barnraise.protocol.ledger_places import Place, placed
+from barnraise.protocol.ledger_uses import UNUSED, uses_of
 from barnraise.protocol.messages import Receipt, Verdict
+from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.standing import UNAUDITED
 from barnraise.protocol.wire import decode, printable
 from barnraise.tui.console import emit_json, examples
@@ -49,20 +51,26 @@ def unit(
     """Tell a unit's story: lent to whom, handed in, checked how, with what result, taken back, used.
 
     The public ledger has a verdict's numbers by their hash alone. A run folder has them,
-    and so have a node's receipts; they are shown where they fit that hash.
+    and so have a node's receipts; they are shown where they fit that hash. Which version
+    used it is the operator's signed word beside the ledger.
     """
     with usable(), ledger_file(source) as path:
         names: dict[str, str] = {}
         places = _places(path, wanted, names)
         given = _from_receipts(path, receipts) if receipts is not None else []
+        told = _told(path)
     submissions = {p.entry.submission_id for p in places if isinstance(p.entry, Submitted)}
     used: dict[bytes, dict[str, Any]] = {}
+    if told is not None:
+        for submission in submissions:
+            version = told.get(submission)
+            skipped = version == UNUSED
+            used[submission] = {"used_in_version": None if skipped else version, "skipped": skipped}
     if source.is_dir():
         from barnraise.coordinator.unit_facts import facts_of
 
-        for submission, facts in facts_of(source, submissions).items():
+        for facts in facts_of(source, submissions).values():
             given += facts.verdicts
-            used[submission] = {"used_in_version": facts.used_in, "skipped": facts.skipped}
     verdicts = {evidence_of(verdict): verdict for verdict in given}
     rows = [_row(place, names, verdicts, used) for place in places]
     if as_json:
@@ -73,8 +81,16 @@ def unit(
         typer.echo(line(row, names))
         for text in _numbers(row):
             typer.echo(f"{'':>8}{text}")
-    for text in _ending(places, submissions, used, source):
+    for text in _ending(submissions, used, told is not None):
         typer.echo(text)
+
+
+def _told(path: Path) -> dict[bytes, int] | None:
+    """By submission, which version used it, as the operator says; None: the file does not tell of use."""
+    with open_ledger(path) as ledger:
+        if not ledger.uses:
+            return None
+        return uses_of(ledger.uses, open_run_spec(ledger.run_spec).operator, run_id(ledger.run_spec))
 
 
 def _places(path: Path, wanted: str, names: dict[str, str]) -> list[Place]:
@@ -191,13 +207,13 @@ def _uses(submissions: Iterable[bytes], used: dict[bytes, dict[str, Any]]) -> di
     return {submission.hex(): used.get(submission) for submission in sorted(submissions)}
 
 
-def _ending(
-    places: list[Place], submissions: set[bytes], used: dict[bytes, dict[str, Any]], source: Path
-) -> list[str]:
+def _ending(submissions: set[bytes], used: dict[bytes, dict[str, Any]], told: bool) -> list[str]:
     if not submissions:
         return ["nothing was handed in for it"]
-    if source.is_file():
-        return ["which policy version used it is in the run folder alone, not in the public ledger"]
+    if not told:
+        return [
+            "no policy version was made of anybody's work yet, or an older export left out which used what"
+        ]
     texts = []
     for submission in sorted(submissions):
         facts = used.get(submission, {})
