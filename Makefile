@@ -9,11 +9,12 @@ LINKED := $(VENV)/.linked-$(LAYOUT)
 # One thread per numeric library: the suite runs two processes on two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint types check clean
+.PHONY: help install demo test test-long lint types check clean
 
 help:
 	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 3 minutes)"
-	@echo "make test    the whole test suite"
+	@echo "make test    the test suite"
+	@echo "make test-long  the tests that take minutes each, and are not in make test"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
 	@echo "make check   lint, types and test"
@@ -47,6 +48,9 @@ demo: install
 
 test: install
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: install
+	$(BIN)/pytest -n 2 --dist loadfile -m long $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

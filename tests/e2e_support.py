@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from swarm_support import SMALL
+from swarm_support import make_model
 
-from barnraise.kernels.demo_model import create_demo_model
 from barnraise.protocol.control import read_state
 from barnraise.protocol.errors import BarnraiseError
 
@@ -39,10 +38,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; none of a process that has just ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
 def small_run(folder: Path, versions: int) -> Path:
     """A run of a small model whose groups nearly always disagree, so that every version has a gradient."""
     model, run = folder / "model", folder / "run"
-    create_demo_model(model, seed=0, cache=folder / "cache", recipe=SMALL)
+    make_model(model)
     settings = json.dumps({"letters": 3, "alphabet": 3, "partial": True})
     done = call(
         *("run", "init", str(run), "--model", str(model), "--versions", str(versions), "--plain-prompts"),
@@ -122,7 +129,7 @@ class Place:
     def children(self, name: str, module: str) -> list[psutil.Process]:
         """The worker processes below a process, such as its engine."""
         below = psutil.Process(self.processes[name].pid).children(recursive=True)
-        return [child for child in below if any(module in part for part in child.cmdline())]
+        return [child for child in below if any(module in part for part in words_of(child))]
 
     def stop(self) -> None:
         for process in self.processes.values():

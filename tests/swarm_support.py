@@ -7,7 +7,9 @@ memory, and nothing runs beside the event loop, so that a run repeats.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -75,8 +77,16 @@ def virtual_ms() -> int:
     return 1_700_000_000_000 + round(trio.current_time() * 1000)
 
 
+def made_models() -> Path:
+    """Where models are kept that all workers of a run share (see ``conftest``)."""
+    return Path(os.environ["BARNRAISE_TEST_MODELS"])
+
+
 def make_model(folder: Path, seed: int = 0) -> Path:
-    create_demo_model(folder, seed, cache=folder.with_name(f"{folder.name}-cache"), recipe=SMALL)
+    """A small model, warmed up by the first test that asks for its seed and copied to the others."""
+    with (made_models() / f"{seed}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        create_demo_model(folder, seed, cache=made_models(), recipe=SMALL)
     return folder
 
 

@@ -96,6 +96,7 @@ def a_volunteer_s_first_day(here: Place, home: Path, terminal: Terminal) -> None
     here.wait(home, lambda state: is_working(state) and state["units_done"] > before)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_join_pause_resume_quit_come_back_and_finish_in_tmux(here: Place, home: Path, tmp_path: Path) -> None:
     """R8, R13, R24, in the terminal that people use."""
@@ -176,6 +177,7 @@ def test_errors_at_the_start_are_shown_with_their_exit_code_in_the_background_to
     assert not running(home)
 
 
+@pytest.mark.long
 def test_two_live_nodes_with_one_key_are_both_told(here: Place, home: Path) -> None:
     """R9: between real processes, and on the status of both."""
     address = str(here.state(here.run)["address"])

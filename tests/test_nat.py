@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from e2e_support import Place, barnraise, environment, place
-from netns_support import Internet, Namespace, internet, missing
+from netns_support import Internet, Namespace, Router, internet, missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -66,6 +66,7 @@ def given(state: dict[str, Any]) -> int:
     return sum(version["bytes_out"] for version in tree.get("versions", []))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_volunteers_behind_routers_fetch_work_and_serve_and_say_how_they_are_reached(
     net: Internet, tmp_path: Path
@@ -211,7 +212,8 @@ def test_behind_a_symmetric_router_a_relay_that_only_arranges_punches_says_so(ne
     assert "the relay carries nothing else" in answer
 
 
-def test_a_forwarded_port_is_found_and_a_router_that_forgets_costs_a_reconnection(net: Internet) -> None:
+def behind_a_forwarded_port(net: Internet) -> tuple[Router, list[subprocess.Popen[Any]]]:
+    """A router that forwards a port, the public server and the node behind the router, both ready."""
     public, router = net.host("public"), net.router("r1")
     home = router.host("home")
     router.forward(PORT, home)
@@ -225,13 +227,30 @@ def test_a_forwarded_port_is_found_and_a_router_that_forgets_costs_a_reconnectio
         )
         processes.append(process)
         assert process.stdout.readline() == b"ready\n"
-    node = processes[-1]
-    line = node.stdout.readline().decode()
+    return router, processes
+
+
+def close(processes: list[subprocess.Popen[Any]]) -> None:
+    for process in processes:
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_a_forwarded_port_is_found(net: Internet) -> None:
+    router, processes = behind_a_forwarded_port(net)
+    line = processes[-1].stdout.readline().decode()
     assert line.startswith(f"direct: dialled at /ip4/{router.address}/tcp/{PORT}/p2p/")
+    close(processes)
+
+
+@pytest.mark.long
+def test_a_router_that_forgets_costs_a_reconnection(net: Internet) -> None:
+    router, processes = behind_a_forwarded_port(net)
+    node = processes[-1]
+    assert node.stdout.readline().startswith(b"direct: ")
     router.forget()
     node.stdin.write(b"\n")
     node.stdin.flush()
     assert node.stdout.readline() == b"back\n"  # the dead connection is noticed within 45 s
-    for process in processes:
-        process.stdin.close()
-        process.stdout.close()
+    close(processes)

@@ -19,7 +19,7 @@ from barnraise.node.receipts import read_receipts
 from barnraise.protocol.messages import Receipt
 from barnraise.protocol.wire import decode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 State = dict[str, Any]
 ENGINE = "barnraise.node.engine_child"
