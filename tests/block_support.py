@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
-from spec_support import GRPO, VERIFY, pretrain_spec
+from spec_support import pretrain_spec, run_spec
 from transformers import LlamaConfig
 
 from barnraise.coordinator.checks import default_verify_spec
@@ -33,12 +33,7 @@ from barnraise.protocol.pretrain import (
     unit_start,
 )
 from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    ModelSpec,
-    RolloutSpec,
     RunSpec,
-    SamplingSpec,
 )
 
 torch.set_num_threads(1)
@@ -94,41 +89,13 @@ def block_run(folder: Path, corpus: Path, versions: int = 3, **pretrain: Any) ->
     spec = pretrain_spec(corpus=corpus_digest(open_corpus(corpus)), sequence=16, **pretrain)
     if not folder.is_dir():
         make_version(folder, spec)
-    model = ModelSpec(
-        name="tiny",
-        parameters=20_000,
-        vocabulary=300,
-        weights_dtype="float32",
-        compute_dtype="float32",
-        eos_token=0,
-        assets={"config.json": sha256((folder / "config.json").read_bytes()).digest()},
-    )
-    rollout = RolloutSpec(
-        prompts_per_unit=2,
-        group_size=4,
-        groups_per_version=4,
-        max_groups_per_version=8,
-        max_lag=2,
-        versions=versions,
-        timeout_s=60.0,
-        deadline_s=120.0,
-    )
-    return RunSpec(
-        format=1,
+    return run_spec(
         name="barn",
-        description="",
         operator=OPERATOR.public_key,
-        created_at=0,
         phase="pretrain",
-        seed=1,
-        model=model,
-        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
-        rollout=rollout,
-        grpo=GRPO,
-        verify=VERIFY,
-        evaluation=EvalSpec(tasks=8, every=1),
-        admission="open",
+        model__vocabulary=300,
+        model__assets={"config.json": sha256((folder / "config.json").read_bytes()).digest()},
+        rollout__versions=versions,
         pretrain=spec,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import trio
+from spec_support import EXACT as VERIFY
 
 from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.core import in_place
@@ -51,22 +52,10 @@ from barnraise.protocol.messages import (
     Verdict,
 )
 from barnraise.protocol.session import Session
-from barnraise.protocol.spec import Noise, RolloutSpec, VerifySpec
+from barnraise.protocol.spec import RolloutSpec
 
 R = TypeVar("R", bound=Message)
 
-VERIFY = VerifySpec(
-    toploc_top_k=128,
-    toploc_chunk=32,
-    max_exponent_mismatches=10,
-    max_mantissa_mean=4.0,
-    max_mantissa_median=3.0,
-    eos_min_probability=0.0,
-    false_alarm=1e-7,
-    draws=Noise(mean=0.1, variance=0.01, scale=0.1),
-    logprobs=Noise(mean=0.1, variance=0.02, scale=0.1),
-    bias=0.1,
-)
 ROLLOUT = RolloutSpec(
     prompts_per_unit=2,
     group_size=2,

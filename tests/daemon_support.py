@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spec_support
 import trio
 import trio.testing
-from spec_support import GRPO, VERIFY
 
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve
@@ -58,12 +58,7 @@ from barnraise.protocol.runid import run_id
 from barnraise.protocol.session import ServerSession
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    ModelSpec,
-    RolloutSpec,
     RunSpec,
-    SamplingSpec,
 )
 from barnraise.protocol.store import DiskStore
 
@@ -73,41 +68,12 @@ SPEED = 3.0  # virtual seconds per unit
 
 
 def run_spec(operator: Identity, versions: int = 50) -> RunSpec:
-    model = ModelSpec(
-        name="tiny",
-        parameters=100_000,
-        vocabulary=64,
-        weights_dtype="float32",
-        compute_dtype="float32",
-        eos_token=0,
-        assets={"config.json": sha256(CONFIG).digest()},
-    )
-    rollout = RolloutSpec(
-        prompts_per_unit=2,
-        group_size=4,
-        groups_per_version=4,
-        max_groups_per_version=8,
-        max_lag=2,
-        versions=versions,
-        timeout_s=60.0,
-        deadline_s=120.0,
-    )
-    return RunSpec(
-        format=1,
+    return spec_support.run_spec(
         name="barn",
-        description="",
         operator=operator.public_key,
-        created_at=0,
-        phase="posttrain",
-        seed=1,
-        model=model,
-        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
-        rollout=rollout,
-        grpo=GRPO,
-        verify=VERIFY,
-        evaluation=EvalSpec(tasks=8, every=1),
-        admission="open",
+        model__parameters=100_000,
+        model__assets={"config.json": sha256(CONFIG).digest()},
+        rollout__versions=versions,
     )
 
 

@@ -10,8 +10,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import spec_support
 import torch
 from msgspec import structs
+from spec_support import GRPO
 
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.generate import generate
@@ -21,15 +23,9 @@ from barnraise.protocol.environments import build_environment, is_held_out, reve
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import (
-    EnvironmentSpec,
     EvalSpec,
-    GrpoSpec,
-    ModelSpec,
-    Noise,
     RolloutSpec,
     RunSpec,
-    SamplingSpec,
-    VerifySpec,
 )
 from barnraise.protocol.wire import encode
 
@@ -97,31 +93,11 @@ def make_model(folder: Path, seed: int = 0, dtype: str = "float32", warm_up: int
 
 def run_spec(**changes: Any) -> RunSpec:
     """A small run on 3-letter reverse; ``section__field=value`` changes one field."""
-    spec = RunSpec(
-        format=1,
-        name="tiny",
-        description="",
-        operator=bytes(32),
-        created_at=0,
-        phase="posttrain",
-        seed=0,
-        model=ModelSpec(
-            name="tiny",
-            parameters=20_000,
-            vocabulary=len(SYMBOLS),
-            weights_dtype="float32",
-            compute_dtype="float32",
-            eos_token=0,
-            assets={},
-        ),
-        environment=EnvironmentSpec(
-            name="reverse",
-            settings='{"letters": 3, "alphabet": 4}',
-            prompt_format="plain",
-            system_prompt="",
-        ),
-        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=4),
-        rollout=RolloutSpec(
+    small: dict[str, Any] = {
+        "model__vocabulary": len(SYMBOLS),
+        "environment__settings": '{"letters": 3, "alphabet": 4}',
+        "sampling__max_new_tokens": 4,
+        "rollout": RolloutSpec(
             prompts_per_unit=4,
             group_size=8,
             groups_per_version=8,
@@ -131,42 +107,11 @@ def run_spec(**changes: Any) -> RunSpec:
             timeout_s=10.0,
             deadline_s=20.0,
         ),
-        grpo=GrpoSpec(
-            learning_rate=1e-3,
-            warmup_steps=2,
-            beta1=0.9,
-            beta2=0.99,
-            weight_decay=0.0,
-            grad_clip=0.2,
-            inner_epochs=2,
-            minibatches=1,
-            clip_low=0.2,
-            clip_high=0.2,
-            clip_delta=4.0,
-            normalise_std=False,
-            kl_coefficient=0.0,
-            entropy_coefficient=0.0,
-            loss_aggregation="token",
-        ),
-        verify=VerifySpec(
-            toploc_top_k=128,
-            toploc_chunk=32,
-            max_exponent_mismatches=10,
-            max_mantissa_mean=4.0,
-            max_mantissa_median=3.0,
-            eos_min_probability=0.0,
-            false_alarm=1e-7,
-            draws=Noise(mean=0.1, variance=0.01, scale=0.1),
-            logprobs=Noise(mean=0.1, variance=0.02, scale=0.1),
-            bias=0.1,
-        ),
-        evaluation=EvalSpec(tasks=16, every=5),
-        admission="open",
-    )
-    for path, value in changes.items():
-        section, _, field = path.partition("__")
-        spec = structs.replace(spec, **{section: structs.replace(getattr(spec, section), **{field: value})})
-    return spec
+        "grpo": structs.replace(GRPO, warmup_steps=2, grad_clip=0.2, inner_epochs=2, normalise_std=False),
+        "verify": spec_support.EXACT,
+        "evaluation": EvalSpec(tasks=16, every=5),
+    }
+    return spec_support.run_spec(**(small | changes))
 
 
 def make_run(folder: Path, seed: int = 0, warm_up: int = 0, **changes: Any) -> WorkerSetup:

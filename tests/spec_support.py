@@ -1,11 +1,21 @@
-"""Parts of a run spec for tests that do not care what they say."""
+"""Run specs for tests, which change what they care about."""
 
 from typing import Any
 
 import msgspec
 
 from barnraise.protocol.pretrain import BlockRecipe, BlockTolerance, JointRecipe, PretrainSpec
-from barnraise.protocol.spec import GrpoSpec, Noise, VerifySpec
+from barnraise.protocol.spec import (
+    EnvironmentSpec,
+    EvalSpec,
+    GrpoSpec,
+    ModelSpec,
+    Noise,
+    RolloutSpec,
+    RunSpec,
+    SamplingSpec,
+    VerifySpec,
+)
 
 GRPO = GrpoSpec(
     learning_rate=1e-3,
@@ -36,6 +46,14 @@ VERIFY = VerifySpec(
     logprobs=Noise(mean=0.1, variance=0.02, scale=0.1),
     bias=0.1,
 )
+EXACT = msgspec.structs.replace(
+    VERIFY,
+    max_exponent_mismatches=10,
+    max_mantissa_mean=4.0,
+    max_mantissa_median=3.0,
+    eos_min_probability=0.0,
+)
+"""For models of float32, whose proofs agree nearly to the bit."""
 
 JOINT = JointRecipe(
     steps=4,
@@ -87,3 +105,46 @@ def pretrain_spec(**changes: Any) -> PretrainSpec:
         then_posttrain=False,
     )
     return msgspec.structs.replace(spec, **changes)
+
+
+def run_spec(**changes: Any) -> RunSpec:
+    """A run of post-training; ``field=value`` or ``section__field=value`` changes one field."""
+    spec = RunSpec(
+        format=1,
+        name="tiny",
+        description="",
+        operator=bytes(32),
+        created_at=0,
+        phase="posttrain",
+        seed=0,
+        model=ModelSpec(
+            name="tiny",
+            parameters=20_000,
+            vocabulary=64,
+            weights_dtype="float32",
+            compute_dtype="float32",
+            eos_token=0,
+            assets={},
+        ),
+        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
+        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
+        rollout=RolloutSpec(
+            prompts_per_unit=2,
+            group_size=4,
+            groups_per_version=4,
+            max_groups_per_version=8,
+            max_lag=2,
+            versions=10,
+            timeout_s=60.0,
+            deadline_s=120.0,
+        ),
+        grpo=GRPO,
+        verify=VERIFY,
+        evaluation=EvalSpec(tasks=8, every=1),
+        admission="open",
+    )
+    for name, value in changes.items():
+        section, _, inner = name.partition("__")
+        part = msgspec.structs.replace(getattr(spec, section), **{inner: value}) if inner else value
+        spec = msgspec.structs.replace(spec, **{section: part})
+    return spec

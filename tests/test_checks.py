@@ -10,72 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from spec_support import run_spec
 
 from barnraise.coordinator import checks
 from barnraise.coordinator.checks import CheckFailure, Completion, default_verify_spec
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Verdict
-from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    GrpoSpec,
-    ModelSpec,
-    RolloutSpec,
-    RunSpec,
-    SamplingSpec,
-)
 from barnraise.protocol.wire import decode, encode
 
 EOS, VOCABULARY, LIMIT, HIDDEN = 0, 50, 40, 16
 VERIFY = default_verify_spec()
-SPEC = RunSpec(
-    format=1,
-    name="checks",
-    description="",
-    operator=bytes(32),
-    created_at=0,
-    phase="posttrain",
-    seed=0,
-    model=ModelSpec(
-        name="tiny",
-        parameters=1000,
-        vocabulary=VOCABULARY,
-        weights_dtype="float32",
-        compute_dtype="float32",
-        eos_token=EOS,
-        assets={},
-    ),
-    environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-    sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LIMIT),
-    rollout=RolloutSpec(
-        prompts_per_unit=2,
-        group_size=2,
-        groups_per_version=2,
-        max_groups_per_version=4,
-        max_lag=1,
-        versions=10,
-        timeout_s=1.0,
-        deadline_s=2.0,
-    ),
-    grpo=GrpoSpec(
-        learning_rate=1e-3,
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        inner_epochs=1,
-        minibatches=1,
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_delta=4.0,
-        normalise_std=False,
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        loss_aggregation="token",
-    ),
+SPEC = run_spec(
+    model__parameters=1000,
+    model__vocabulary=VOCABULARY,
+    model__eos_token=EOS,
+    sampling__max_new_tokens=LIMIT,
+    rollout__group_size=2,
     verify=VERIFY,
-    evaluation=EvalSpec(tasks=1, every=1),
-    admission="open",
 )
 LEASE = RolloutLease(
     run_id=bytes([1]) * 32,

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import spec_support
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_support import GRPO, VERIFY, pretrain_spec
+from spec_support import pretrain_spec
 
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import DamagedVersionError, MalformedError, SignatureError, StorageError
@@ -30,12 +31,7 @@ from barnraise.protocol.manifest import (
 )
 from barnraise.protocol.messages import FileEntry, Manifest
 from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    ModelSpec,
-    RolloutSpec,
     RunSpec,
-    SamplingSpec,
 )
 
 OPERATOR = Identity.generate()
@@ -44,39 +40,10 @@ CONFIG = b'{"hidden_size": 64}'
 
 
 def run_spec(assets: dict[str, bytes] | None = None, parameters: int = 1_000_000) -> RunSpec:
-    return RunSpec(
-        format=1,
-        name="test",
-        description="",
+    return spec_support.run_spec(
         operator=OPERATOR.public_key,
-        created_at=0,
-        phase="posttrain",
-        seed=1,
-        model=ModelSpec(
-            name="m",
-            parameters=parameters,
-            vocabulary=64,
-            weights_dtype="float32",
-            compute_dtype="float32",
-            eos_token=0,
-            assets=assets or {"config.json": sha256(CONFIG).digest()},
-        ),
-        environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-        sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
-        rollout=RolloutSpec(
-            prompts_per_unit=4,
-            group_size=4,
-            groups_per_version=4,
-            max_groups_per_version=8,
-            max_lag=2,
-            versions=10,
-            timeout_s=60.0,
-            deadline_s=120.0,
-        ),
-        grpo=GRPO,
-        verify=VERIFY,
-        evaluation=EvalSpec(tasks=8, every=1),
-        admission="open",
+        model__parameters=parameters,
+        model__assets=assets or {"config.json": sha256(CONFIG).digest()},
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from spec_support import run_spec
 from torch import Tensor
 
 from barnraise.coordinator.checks import default_verify_spec
@@ -28,11 +29,6 @@ from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    GrpoSpec,
-    ModelSpec,
-    RolloutSpec,
     RunSpec,
     SamplingSpec,
 )
@@ -42,57 +38,15 @@ RUN_ID, NODE = bytes(range(32)), bytes([9]) * 32
 SYMBOLS = ["<eos>", "r", "=", *"abcdefghijklmnopqstuvwxyz"]
 PROMPTS, GROUP = 2, 4
 
-SPEC = RunSpec(
-    format=1,
-    name="tiny",
-    description="",
-    operator=bytes(32),
-    created_at=0,
-    phase="posttrain",
-    seed=0,
-    model=ModelSpec(
-        name="tiny",
-        parameters=50_000,
-        vocabulary=len(SYMBOLS),
-        weights_dtype="float32",
-        compute_dtype="float32",
-        eos_token=0,
-        assets={},
-    ),
-    environment=EnvironmentSpec(
-        name="reverse", settings='{"letters": 5, "alphabet": 8}', prompt_format="plain", system_prompt=""
-    ),
-    sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=40),
-    rollout=RolloutSpec(
-        prompts_per_unit=PROMPTS,
-        group_size=GROUP,
-        groups_per_version=4,
-        max_groups_per_version=8,
-        max_lag=1,
-        versions=10,
-        timeout_s=10.0,
-        deadline_s=20.0,
-    ),
-    grpo=GrpoSpec(
-        learning_rate=1e-3,
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        inner_epochs=1,
-        minibatches=1,
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_delta=4.0,
-        normalise_std=False,
-        kl_coefficient=0.0,
-        entropy_coefficient=0.0,
-        loss_aggregation="token",
-    ),
+SPEC = run_spec(
+    model__parameters=50_000,
+    model__vocabulary=len(SYMBOLS),
+    environment__settings='{"letters": 5, "alphabet": 8}',
+    sampling__max_new_tokens=40,
+    rollout__prompts_per_unit=PROMPTS,
+    rollout__group_size=GROUP,
+    rollout__max_lag=1,
     verify=default_verify_spec(),
-    evaluation=EvalSpec(tasks=4, every=5),
-    admission="open",
 )
 
 

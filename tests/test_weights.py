@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import spec_support
 import trio
-from spec_support import GRPO, VERIFY
 
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
@@ -29,14 +29,6 @@ from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, ShardReply, Sh
 from barnraise.protocol.network import Network, Stream
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import serve_shards
-from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    ModelSpec,
-    RolloutSpec,
-    RunSpec,
-    SamplingSpec,
-)
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.wire import MessageReader, frame
 
@@ -45,39 +37,10 @@ RUN = b"r" * 32
 CONFIG = b'{"hidden_size": 64}'
 KIB = 1024
 
-SPEC = RunSpec(
-    format=1,
-    name="test",
-    description="",
+SPEC = spec_support.run_spec(
     operator=OPERATOR.public_key,
-    created_at=0,
-    phase="posttrain",
-    seed=1,
-    model=ModelSpec(
-        name="m",
-        parameters=10_000_000,
-        vocabulary=64,
-        weights_dtype="float32",
-        compute_dtype="float32",
-        eos_token=0,
-        assets={"config.json": sha256(CONFIG).digest()},
-    ),
-    environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-    sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8),
-    rollout=RolloutSpec(
-        prompts_per_unit=4,
-        group_size=4,
-        groups_per_version=4,
-        max_groups_per_version=8,
-        max_lag=2,
-        versions=10,
-        timeout_s=60.0,
-        deadline_s=120.0,
-    ),
-    grpo=GRPO,
-    verify=VERIFY,
-    evaluation=EvalSpec(tasks=8, every=1),
-    admission="open",
+    model__parameters=10_000_000,
+    model__assets={"config.json": sha256(CONFIG).digest()},
 )
 
 
