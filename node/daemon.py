@@ -44,6 +44,7 @@ from barnraise.node.model import (
     Train,
     Upload,
 )
+from barnraise.node.prove import prove
 from barnraise.node.receipt_fields import page
 from barnraise.node.receipt_words import verdicts_by_lease
 from barnraise.node.state import Facts
@@ -78,6 +79,7 @@ class NodeHandle:
         commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``,
             ``appeal`` (``receipt``: see ``barnraise.node.appeal``),
             ``receipts`` (``after``, ``limit``: see ``barnraise.node.receipt_fields``),
+            ``prove`` (``index``: see ``barnraise.node.prove``),
             ``agree`` and ``decline`` (``run_id``: as in the tree's ``consent``),
             ``limits`` (what the tree's ``limits`` may hold; nil for none: ``Limits.change``).
     """
@@ -93,6 +95,7 @@ class NodeHandle:
             "limits": self._limits,
             "appeal": self._appeal,
             "receipts": self._receipts,
+            "prove": lambda arguments: prove(ctx, arguments),
             "agree": self._agree,
             "decline": self._decline,
         }

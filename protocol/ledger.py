@@ -75,6 +75,7 @@ __all__ = [
     "decode_entry",
     "encode_entry",
     "evidence_of",
+    "receipt_differs",
     "verify_ledger",
 ]
 
@@ -263,23 +264,26 @@ def _check_receipt(receipt: Receipt, entry: LedgerEntry | None, size: int, probl
         problems.add(index, "receipt-entry", f"a receipt names entry {index}; only {size} are here")
     elif not isinstance(entry, Judged | Reviewed | ClawedBack | Restored):
         problems.add(index, "receipt-entry", f"a receipt names entry {index}, which is no verdict")
-    else:
-        verdict = receipt.verdict
-        claimed: list[object] = [receipt.node, receipt.lease_id, receipt.submission_id, evidence_of(verdict)]
-        logged: list[object] = [entry.node, entry.lease_id, entry.submission_id, entry.evidence]
-        names = ["node", "lease_id", "submission_id", "evidence", "accepted", "check", "credit"]
-        claimed += [verdict.accepted, verdict.check, receipt.credit]
-        match entry:
-            case Judged() | Reviewed():
-                logged += [entry.accepted, entry.check, entry.credit]
-            case ClawedBack():
-                logged += [False, CLAWED_BACK, 0]
-            case Restored():
-                logged += [True, RESTORED, entry.credit]
-        differing = [name for name, a, b in zip(names, claimed, logged, strict=True) if a != b]
-        if differing:
-            problems.add(
-                index,
-                "receipt-matches",
-                f"a receipt for entry {index} was signed with other values: {', '.join(differing)}",
-            )
+    elif differing := receipt_differs(receipt, entry):
+        problems.add(
+            index,
+            "receipt-matches",
+            f"a receipt for entry {index} was signed with other values: {', '.join(differing)}",
+        )
+
+
+def receipt_differs(receipt: Receipt, entry: Judged | Reviewed | ClawedBack | Restored) -> list[str]:
+    """The names of what a receipt says otherwise than the entry that it names; none where they agree."""
+    verdict = receipt.verdict
+    claimed: list[object] = [receipt.node, receipt.lease_id, receipt.submission_id, evidence_of(verdict)]
+    logged: list[object] = [entry.node, entry.lease_id, entry.submission_id, entry.evidence]
+    names = ["node", "lease_id", "submission_id", "evidence", "accepted", "check", "credit"]
+    claimed += [verdict.accepted, verdict.check, receipt.credit]
+    match entry:
+        case Judged() | Reviewed():
+            logged += [entry.accepted, entry.check, entry.credit]
+        case ClawedBack():
+            logged += [False, CLAWED_BACK, 0]
+        case Restored():
+            logged += [True, RESTORED, entry.credit]
+    return [name for name, a, b in zip(names, claimed, logged, strict=True) if a != b]

@@ -14,8 +14,9 @@ from textual.pilot import Pilot
 from barnraise.tui.app.app import NodeApp
 from barnraise.tui.app.clean import cleaned
 from barnraise.tui.app.screenshots import RECORDING, Recording, settle
+from barnraise.tui.app.theme import DARK
 
-Story = Callable[[NodeApp, Pilot[str]], Awaitable[None]]
+Story = Callable[["Watched", Pilot[str]], Awaitable[None]]
 
 
 def use_utc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +43,15 @@ class Watched(NodeApp):
     def order(self, name: str, **arguments: Any) -> None:
         self.sent.append((name, arguments))
 
+    def delay_update(self, delay: float = 0.05) -> None:
+        """Textual hides the flicker of a change of screens for so long; here nobody looks."""
+
     def say(self, text: str, severity: Any = "information") -> None:
         self.said.append(text)
         super().say(text, severity)
 
 
-def play(story: Story, app: NodeApp, size: tuple[int, int] = (80, 24)) -> None:
+def play(story: Story, app: Watched, size: tuple[int, int] = (80, 24)) -> None:
     """Run ``story`` with the app on a screen of ``size``; what the app raises is raised."""
 
     async def run() -> None:
@@ -55,6 +59,50 @@ def play(story: Story, app: NodeApp, size: tuple[int, int] = (80, 24)) -> None:
             await story(app, pilot)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+class Stage:
+    """One running app of 80x24 for many stories: to start one costs as much as fifty key presses.
+
+    A story finds it on the overview, with the recorded state and nothing sent or said; what it
+    leaves in lists and filters it leaves to the next.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self.app = Watched()
+        self._shown = self.app.run_test(size=(80, 24), tooltips=False, notifications=True)
+        self._pilot = self._runner.run(self._shown.__aenter__())
+
+    def play(self, story: Story) -> None:
+        """Run ``story``; what the app raises meanwhile is raised."""
+
+        async def run() -> None:
+            await self._clear()
+            await story(self.app, self._pilot)
+
+        self._runner.run(asyncio.wait_for(run(), 120))
+        if self.app._exception is not None:
+            raise self.app._exception
+
+    async def _clear(self) -> None:
+        app = self.app
+        app.take_state(recorded())
+        while app.screen.is_modal:
+            app.pop_screen()
+        app.clear_notifications()
+        await app.switch_mode("overview")
+        app.theme = DARK.name
+        await drawn(app)
+        app.sent.clear()
+        app.said.clear()
+
+    def close(self) -> None:
+        """End the app."""
+        try:
+            self._runner.run(self._shown.__aexit__(None, None, None))
+        finally:
+            self._runner.close()
 
 
 async def press(app: NodeApp, pilot: Pilot[str], *keys: str) -> None:

@@ -5,11 +5,12 @@ import fcntl
 import inspect
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from app_support import Watched, drawn, frame, play, press, recorded, text, use_utc
+from app_support import Stage, Watched, drawn, frame, play, press, recorded, text, use_utc
 from textual.binding import Binding
 
 from barnraise.node.supervise import lock_path
@@ -23,13 +24,20 @@ from barnraise.tui.app.screen import TABS, NodeScreen
 from barnraise.tui.app.sheet import Sheet
 
 
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    it = Stage()
+    yield it
+    it.close()
+
+
 @pytest.fixture(autouse=True)
 def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
     use_utc(monkeypatch)
 
 
-def test_a_number_opens_its_screen() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+def test_a_number_opens_its_screen(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         for number, name in reversed(list(enumerate(TABS, 1))):
             await press(app, pilot, str(number))
@@ -37,11 +45,11 @@ def test_a_number_opens_its_screen() -> None:
             assert app.screen.tab == name
             assert frame(app)[-1].endswith("q Quit")  # the footer fits 80 columns
 
-    play(story, Watched())
+    stage.play(story)
 
 
-def test_tab_and_arrows_go_around_the_screens() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+def test_tab_and_arrows_go_around_the_screens(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         seen = []
         for key in ("tab", "right", "tab", "tab", "right", "tab"):
@@ -53,10 +61,10 @@ def test_tab_and_arrows_go_around_the_screens() -> None:
         await press(app, pilot, "shift+tab")
         assert app.current_mode == TABS[-2]
 
-    play(story, Watched())
+    stage.play(story)
 
 
-def test_pause_resume_and_finish_work_on_every_screen() -> None:
+def test_pause_resume_and_finish_work_on_every_screen(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         for number in range(1, 7):
@@ -64,10 +72,10 @@ def test_pause_resume_and_finish_work_on_every_screen() -> None:
             assert app.sent == [("pause", {}), ("resume", {}), ("finish", {})]
             app.sent.clear()
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_leaving_asks_first_on_every_screen() -> None:
+def test_leaving_asks_first_on_every_screen(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         for number, no in enumerate(("n", "escape", "q", "n", "escape", "q"), 1):
@@ -80,10 +88,10 @@ def test_leaving_asks_first_on_every_screen() -> None:
         await press(app, pilot, "l", "y")
         assert app.sent == [("leave", {})]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_a_pause_may_end_by_itself() -> None:
+def test_a_pause_may_end_by_itself(stage: Stage) -> None:
     answers = {("f1",): 1800, ("f2",): 3600, ("f3",): 7200, ("f4",): 28_800, (*"1h30m", "enter"): 5400}
 
     async def story(app: Watched, pilot: Any) -> None:
@@ -95,25 +103,24 @@ def test_a_pause_may_end_by_itself() -> None:
             assert app.sent.pop() == ("pause", {"seconds": seconds})
             assert app.screen.tab == "overview"
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_a_time_that_is_none_is_explained_and_escape_changes_nothing() -> None:
+def test_a_time_that_is_none_is_explained_and_escape_changes_nothing(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
-        app.take_state(recorded())
         await press(app, pilot, "P", *"soon", "enter")
         assert "write it like 30m" in text(app)
         await press(app, pilot, "escape")
         assert app.sent == []
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
 def test_quitting_says_that_the_node_goes_on() -> None:
     for key in ("q", "ctrl+q", "ctrl+c"):
         app = Watched()
 
-        async def story(app: NodeApp, pilot: Any, key: str = key) -> None:
+        async def story(app: Watched, pilot: Any, key: str = key) -> None:
             app.take_state(recorded())
             await press(app, pilot, key)
 
@@ -124,7 +131,7 @@ def test_quitting_says_that_the_node_goes_on() -> None:
         assert "barnraise leave" in app.return_value
 
 
-def test_help_names_every_key_of_the_app_and_its_screens() -> None:
+def test_help_names_every_key_of_the_app_and_its_screens(stage: Stage) -> None:
     from barnraise.tui.app import help
 
     told = " ".join(f"{key} {about}" for pairs in (help.KEYS, help.SCREENS) for key, about in pairs)
@@ -144,14 +151,14 @@ def test_help_names_every_key_of_the_app_and_its_screens() -> None:
             keys = [spelled.get(key, key) for key in binding.key.split(",")]
             assert any(key in told or key.capitalize() in told for key in keys), binding
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         for way_out in ("escape", "question_mark", "q", "enter"):
             await press(app, pilot, "question_mark")
             assert isinstance(app.screen, Help)
             await press(app, pilot, "down", "j", "pagedown", "up", "k", "pageup", way_out)
             assert not isinstance(app.screen, Help)
 
-    play(story, Watched())
+    stage.play(story)
 
 
 def test_every_key_in_the_footer_explains_itself() -> None:
@@ -162,9 +169,8 @@ def test_every_key_in_the_footer_explains_itself() -> None:
                 assert binding.tooltip, (owner, binding)
 
 
-def test_the_palette_finds_commands_by_name() -> None:
+def test_the_palette_finds_commands_by_name(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
-        app.take_state(recorded())
         await press(app, pilot, "ctrl+p")
         await press(app, pilot, *"pause for 2h")
         for _ in range(100):
@@ -178,10 +184,10 @@ def test_the_palette_finds_commands_by_name() -> None:
                 break
         assert app.sent == [("pause", {"seconds": 7200})]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_every_command_of_the_palette_can_be_called() -> None:
+def test_every_command_of_the_palette_can_be_called(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         for command in list(app.get_system_commands(app.screen)):
@@ -193,18 +199,18 @@ def test_every_command_of_the_palette_can_be_called() -> None:
                 await press(app, pilot, "escape")
         assert [name for name, _ in app.sent] == ["pause"] * 5 + ["resume", "finish"]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_t_changes_between_dark_and_light() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+def test_t_changes_between_dark_and_light(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         assert app.current_theme.dark
         await press(app, pilot, "t")
         assert not app.current_theme.dark
         await press(app, pilot, "t")
         assert app.current_theme.dark
 
-    play(story, Watched())
+    stage.play(story)
     assert not Watched(light=True).current_theme.dark
 
 
@@ -212,7 +218,7 @@ def test_t_changes_between_dark_and_light() -> None:
 
 
 def test_work_lists_verdicts_from_the_receipts_and_the_cursor_shows_one_in_full() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await press(app, pilot, "2")
         listing = app.screen.query_one(Listing)
@@ -253,12 +259,11 @@ def test_only_a_rejection_can_be_appealed(monkeypatch: pytest.MonkeyPatch) -> No
         await press(app, pilot, "x", "a")
         assert app.sent == [("appeal", {"receipt": "#802"})]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    play(story, Watched())
 
 
-def test_the_ledger_shows_the_balance_and_that_every_signature_was_checked() -> None:
+def test_the_ledger_shows_the_balance_and_that_every_signature_was_checked(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
-        app.take_state(recorded())
         await press(app, pilot, "4")
         shown = text(app)
         assert "37.4 Gflop" in shown
@@ -266,24 +271,22 @@ def test_the_ledger_shows_the_balance_and_that_every_signature_was_checked() -> 
         await press(app, pilot, "c")
         assert app.said == ["checked 61 of 61 signatures"]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_swarm_shows_peers_and_moves() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
-        app.take_state(recorded())
+def test_swarm_shows_peers_and_moves(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         await press(app, pilot, "3", "down")
         shown = text(app)
         assert "12D3KooWNAUnwcNxQwiTcXNFanWaZrruFuh6XqJuEpdrTnhxy7v6" in shown  # the one at the cursor
         assert "coordinator  direct        parent" in shown
         assert "16/16 shards" in shown
 
-    play(story, Watched())
+    stage.play(story)
 
 
-def test_a_limit_is_changed_in_place() -> None:
+def test_a_limit_is_changed_in_place(stage: Stage) -> None:
     async def story(app: Watched, pilot: Any) -> None:
-        app.take_state(recorded())
         await press(app, pilot, "5", "enter")
         assert isinstance(app.screen, Ask)
         await press(app, pilot, *"fast", "enter")
@@ -301,23 +304,110 @@ def test_a_limit_is_changed_in_place() -> None:
         ]
         assert "there is always a limit" in app.said[-1]
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
-def test_limits_of_a_node_that_knows_fewer_are_fewer() -> None:
+def test_a_limit_is_changed_for_a_while_and_that_is_ended(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        await press(app, pilot, "5", "home", "u")
+        assert "download for a while" in text(app)
+        await press(app, pilot, *"1MB/s", "enter")
+        assert "say for how long" in text(app)
+        await press(app, pilot, *" for 2h", "enter")
+        until = round((app.clock() + 7200) * 1000)
+        assert app.sent == [("limits", {"down": 1_000_000, "until_ms": until})]
+        await press(app, pilot, "U")
+        assert app.said == ["nothing holds for a while only: u changes a limit for a time"]
+        limits = recorded()["limits"] | {"until_ms": until, "for_now": ["down"]}
+        app.take_state(recorded() | {"limits": limits})
+        await drawn(app)
+        assert "until Wed 06:08 only; most that is" in text(app)
+        await press(app, pilot, "U")
+        assert app.sent[1:] == [("limits", {"until_ms": None})]
+
+    stage.play(story)
+
+
+def test_limits_of_a_node_that_ended_are_its_last_and_promise_no_work(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded() | {"mode": "finish"})
+        await press(app, pilot, "5")
+        assert "finishing: r takes it back" in text(app)
+        app.take_loss("the daemon has ended", app.clock() + 1)
+        await drawn(app)
+        assert "none: the node has ended. These were its limits." in text(app)
+        assert "takes it back" not in text(app)
+
+    stage.play(story)
+
+
+def test_an_entry_is_looked_up_in_the_log_and_a_contradiction_is_loud(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        await press(app, pilot, "4", "home", "down", "down", "v")
+        assert app.sent == [("prove", {"index": 779})]
+        assert "790 entries, cosigned 38s ago, root 5b1f0c7e; 0 of your 59 found in" in text(app)
+        assert [line.split()[-1] for line in entries(app)[:4]] == ["newer", "newer", "signed", "signed"]
+        app.take_proof({"ok": True, "proven": [779, 757], "wrong": []})
+        await drawn(app)
+        assert entries(app)[2].endswith("in log")
+        assert "2 of your 59" in text(app)
+        app.take_proof({"ok": False, "proven": [], "wrong": [[757, "the log says otherwise: \x1b[2Jcredit"]]})
+        await drawn(app)
+        assert entries(app)[3].endswith("WRONG")
+        assert "#757: the log says otherwise" in text(app)
+        assert_harmless(app)
+
+    stage.play(story)
+
+
+def entries(app: NodeApp) -> list[str]:
+    return [line.rstrip(" ▃▁") for line in frame(app) if line.lstrip().startswith("#")]
+
+
+def test_an_alarm_of_the_ledger_is_on_every_screen(stage: Stage) -> None:
+    witness = recorded()["witness"] | {"alarm": "SPLIT VIEW: the operator signed two ledgers"}
+
+    async def story(app: Watched, pilot: Any) -> None:
+        app.take_state(recorded() | {"witness": witness})
+        for number in range(1, 7):
+            await press(app, pilot, str(number))
+            assert "Ledger alarm: SPLIT VIEW: the operator signed two ledgers" in text(app)
+        app.take_loss("the daemon has ended", app.clock() + 1)
+        await drawn(app)
+        assert "SPLIT VIEW" in text(app)
+
+    stage.play(story)
+
+
+def test_the_theme_is_remembered_and_what_is_asked_for_is_not(tmp_path: Path) -> None:
+    settings = tmp_path / "config" / "app.json"
+
+    async def story(app: Watched, pilot: Any) -> None:
+        await press(app, pilot, "t")
+
+    play(story, Watched(settings=settings))
+    assert not Watched(settings=settings).current_theme.dark
+    assert Watched(settings=settings, light=False).current_theme.dark
+    assert not Watched(settings=settings).current_theme.dark
+    for rubbish in (b"", b"[" * 5000, b"[]", b'{"theme": 3}', b"\xff"):
+        settings.write_bytes(rubbish)
+        assert Watched(settings=settings).current_theme.dark
+
+
+def test_limits_of_a_node_that_knows_fewer_are_fewer(stage: Stage) -> None:
     state = recorded()
     state["limits"] = {"up": None, "down": 1e6, "monthly": None, "monthly_used": 5, "spent_until_ms": None}
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(state)
         await press(app, pilot, "5")
         assert [entry.key for entry in app.screen.query_one(Listing).entries] == ["down", "up", "monthly"]
 
-    play(story, Watched())
+    stage.play(story)
 
 
 def test_the_log_is_followed_searched_and_filtered() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await press(app, pilot, "6")
         listing = app.screen.query_one(Listing)
@@ -355,7 +445,7 @@ def test_a_log_that_grows_is_followed_and_one_that_is_read_stands_still(tmp_path
     log = tmp_path / "node.log"
     log.write_text("".join(f"2026-12-02 04:00:{i:02d},000 INFO barnraise.node line {i}\n" for i in range(40)))
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await press(app, pilot, "6")
         listing = app.screen.query_one(Listing)
@@ -387,7 +477,7 @@ def asked() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("key", "command"), [("y", "agree"), ("n", "decline")], ids=["yes", "no"])
-def test_a_run_is_described_before_it_is_joined(key: str, command: str) -> None:
+def test_a_run_is_described_before_it_is_joined(stage: Stage, key: str, command: str) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         state = recorded() | {"consent": asked()}
         app.take_state(state)
@@ -401,7 +491,7 @@ def test_a_run_is_described_before_it_is_joined(key: str, command: str) -> None:
         await drawn(app)
         assert not isinstance(app.screen, Consent)
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
 def test_consent_given_elsewhere_closes_the_question_and_q_leaves_it_open() -> None:
@@ -417,7 +507,7 @@ def test_consent_given_elsewhere_closes_the_question_and_q_leaves_it_open() -> N
         await press(app, pilot, "q")
 
     app = Watched()
-    play(story, app)  # type: ignore[arg-type]
+    play(story, app)
     assert app.sent == []
     assert (app.return_value or "").startswith("the node goes on")
 
@@ -426,7 +516,7 @@ def test_consent_given_elsewhere_closes_the_question_and_q_leaves_it_open() -> N
 
 
 def test_a_node_that_never_ran_says_how_to_start_it(tmp_path: Path) -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_loss("no process serves x", app.clock() + 4)
         for number in range(1, 7):
             await press(app, pilot, str(number))
@@ -439,8 +529,8 @@ def test_a_node_that_never_ran_says_how_to_start_it(tmp_path: Path) -> None:
     play(story, Watched(tmp_path), size=(100, 24))
 
 
-def test_a_node_that_ended_leaves_its_last_picture_and_comes_back() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+def test_a_node_that_ended_leaves_its_last_picture_and_comes_back(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         app.take_loss("the daemon has ended", app.clock() + 1)
         await drawn(app)
@@ -452,13 +542,13 @@ def test_a_node_that_ended_leaves_its_last_picture_and_comes_back() -> None:
         await drawn(app)
         assert "The node has ended" not in text(app)
 
-    play(story, Watched())
+    stage.play(story)
 
 
 def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
     app = Watched()
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_loss("nobody there", app.clock() + 1)
         await press(app, pilot, "q")
 
@@ -467,7 +557,7 @@ def test_a_node_that_was_not_found_is_not_said_to_go_on() -> None:
 
 
 def test_without_a_node_nothing_is_said_of_its_credit(tmp_path: Path) -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_loss("no process serves x", app.clock() + 4)
         await drawn(app)
         shown = " ".join(text(app).split())
@@ -481,7 +571,7 @@ def test_without_a_node_nothing_is_said_of_its_credit(tmp_path: Path) -> None:
 def test_a_node_that_crashed_is_said_to_start_again(tmp_path: Path) -> None:
     app = Watched(tmp_path)
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         app.take_loss("the daemon has ended", app.clock() + 1)
         await drawn(app)
@@ -501,28 +591,28 @@ def test_a_node_that_crashed_is_said_to_start_again(tmp_path: Path) -> None:
     assert (app.return_value or "").startswith("the node crashed: killed; it starts again in")
 
 
-def test_a_suspension_shows_its_reason_and_cure_on_every_screen() -> None:
+def test_a_suspension_shows_its_reason_and_cure_on_every_screen(stage: Stage) -> None:
     state = recorded() | {
         "state": "paused",
         "suspended": [{"reason": "on battery", "cure": "plug it in", "until_ms": None}],
     }
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(state)
         for number in range(1, 7):
             await press(app, pilot, str(number))
             assert "Suspended: on battery; plug it in" in text(app)
 
-    play(story, Watched())
+    stage.play(story)
 
 
-def test_another_node_with_the_same_key_is_announced_everywhere() -> None:  # R9
-    async def story(app: NodeApp, pilot: Any) -> None:
+def test_another_node_with_the_same_key_is_announced_everywhere(stage: Stage) -> None:  # R9
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded() | {"duplicate_key": True})
         await drawn(app)
         assert "Another node uses the same key" in text(app)
 
-    play(story, Watched())
+    stage.play(story)
 
 
 # --- strangers
@@ -558,7 +648,7 @@ def poisoned(value: Any, poison: str) -> Any:
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["even", "odd"])
-def test_no_text_from_outside_is_markup_or_moves_the_cursor(half: int) -> None:
+def test_no_text_from_outside_is_markup_or_moves_the_cursor(stage: Stage, half: int) -> None:
     async def story(app: Watched, pilot: Any) -> None:
         for poison in HOSTILE[half::2]:
             state = poisoned(recorded(), poison) | {
@@ -581,7 +671,7 @@ def test_no_text_from_outside_is_markup_or_moves_the_cursor(half: int) -> None:
             assert_harmless(app)
             app.clear_notifications()
 
-    play(story, Watched())  # type: ignore[arg-type]
+    stage.play(story)
 
 
 def assert_harmless(app: NodeApp) -> None:
@@ -601,7 +691,7 @@ def test_the_log_holds_no_markup_either(tmp_path: Path) -> None:
     ]
     (tmp_path / "node.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await press(app, pilot, "6")
         for _ in range(len(HOSTILE)):
@@ -616,7 +706,7 @@ def test_the_log_holds_no_markup_either(tmp_path: Path) -> None:
 
 
 def test_ascii_is_all_that_a_poor_terminal_gets() -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(poisoned(recorded(), "Ålesund 漢 ▇"))
         for number in range(1, 7):
             await press(app, pilot, str(number))
@@ -634,7 +724,7 @@ def test_ascii_is_all_that_a_poor_terminal_gets() -> None:
 def test_no_color_means_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         for key in "123456":
             await press(app, pilot, key)
@@ -654,20 +744,19 @@ def test_no_color_means_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     play(story, Watched())
 
 
-@pytest.mark.parametrize(
-    "size", [(20, 5), (40, 10), (80, 24), (200, 60)], ids=["tiny", "small", "usual", "large"]
-)
-def test_any_size_is_drawn(size: tuple[int, int]) -> None:
-    async def story(app: NodeApp, pilot: Any) -> None:
-        app.take_state(recorded())
-        for key in "123456":
-            await press(app, pilot, key, "down", "up")
-            assert_harmless(app)
+def test_any_size_is_drawn_also_one_that_changes(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        for size in ((200, 60), (20, 5), (40, 10), (120, 40), (80, 24)):
+            await pilot.resize_terminal(*size)
+            for key in "123456":
+                await press(app, pilot, key, "down", "up")
+                assert_harmless(app)
+                assert len(frame(app)) == size[1]
 
-    play(story, Watched(), size=size)
+    stage.play(story)
 
 
-def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_not_drawn_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     painted: list[str] = []
     render_line = Sheet.render_line
 
@@ -675,7 +764,7 @@ def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch)
         painted.append(self.id or "")
         return render_line(self, y)
 
-    async def story(app: NodeApp, pilot: Any) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
         app.take_state(recorded())
         await drawn(app)
         monkeypatch.setattr(Sheet, "render_line", counted)
@@ -687,7 +776,7 @@ def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch)
         await drawn(app)
         assert painted == ["earned"]
 
-    play(story, Watched())
+    stage.play(story)
 
 
 def test_every_action_that_a_key_names_exists() -> None:

@@ -15,7 +15,7 @@ from barnraise.tui.app import consent, ledger, limits, overview, screen, swarm, 
 from barnraise.tui.app.ascii import needs_ascii, to_ascii
 from barnraise.tui.app.clean import MOST_TEXT, clean_text, cleaned
 from barnraise.tui.app.feed import Book, read_book
-from barnraise.tui.app.fields import FIELDS, parse_duration, shown_fields
+from barnraise.tui.app.fields import FIELDS, for_a_while, parse_duration, shown_fields
 from barnraise.tui.app.pace import Pace
 from barnraise.tui.app.sheet import bar, cut, fit, spark, words, wrapped
 from barnraise.tui.app.tail import MOST_BYTES, MOST_LINES, Tail
@@ -310,6 +310,33 @@ def test_every_limit_reads_what_its_hint_says_and_refuses_nonsense(key: str) -> 
     assert field.show(value)
 
 
+NOW = 1_796_184_509.0  # 04:08:29 UTC
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value", "seconds"),
+    [
+        ("down", "20MB/s for 2h", 20_000_000, 7200),
+        ("up", "none until 04:09", None, 31),
+        ("when", "idle for 30m", "idle", 1800),
+        ("when", "for 1d", "idle", 86_400),
+        ("on_battery", "Yes UNTIL 2026-12-03 04:08:29", True, 86_400),
+        ("programs", "fit for life for 1h", ["fit for life"], 3600),
+    ],
+)
+def test_a_limit_for_a_while_is_a_value_and_a_time(
+    key: str, text: str, value: Any, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_utc(monkeypatch)
+    field = next(field for field in FIELDS if field.key == key)
+    read = for_a_while(field, NOW, "always" if key == "when" else None)
+    assert read(text) == (value, round((NOW + seconds) * 1000))
+    for odd in ("20MB/s", "for", "for 2x", "until 25:00", "until 2020-01-01", "maybe for 2h", "²for 2h"):
+        if key != "programs":
+            with pytest.raises(ValueError, match=r"."):
+                read(odd)
+
+
 def test_a_choice_goes_round() -> None:
     when = next(field for field in FIELDS if field.key == "when")
     assert when.next("always") == "idle"
@@ -373,7 +400,7 @@ def test_without_the_runs_description_nothing_is_called_proven(tmp_path: Path) -
     assert len(book.verdicts) == 61
     assert book.proven == 0
     shown = dict(ledger.balance_rows(look({}), book))
-    assert shown["proof"][0] == ("0 of 61 signatures checked", "warn")
+    assert shown["signatures"][0] == ("0 of 61 signatures checked", "warn")
 
 
 def test_a_log_is_followed_through_rotation(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ def tui(
     folder: Path | None = typer.Argument(
         None, metavar="DIR", help="A node's data folder (default: ~/.local/share/barnraise)."
     ),
-    light: bool = typer.Option(False, "--light", help="Begin with the light theme; t changes it."),
+    light: bool | None = typer.Option(
+        None, "--light/--dark", help="Begin with this theme (default: the last one); t changes it."
+    ),
     ascii: bool | None = typer.Option(
         None, "--ascii/--no-ascii", help="Draw with ASCII only (default: as the locale and TERM say)."
     ),

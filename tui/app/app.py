@@ -32,7 +32,9 @@ from barnraise.tui.app.ledger import Ledger
 from barnraise.tui.app.limits import LimitsScreen
 from barnraise.tui.app.log import Log
 from barnraise.tui.app.overview import Overview
+from barnraise.tui.app.proofs import Proofs
 from barnraise.tui.app.screen import TABS, NodeScreen
+from barnraise.tui.app.settings import is_light, remember_light, settings_path
 from barnraise.tui.app.swarm import Swarm
 from barnraise.tui.app.tail import Tail
 from barnraise.tui.app.theme import DARK, LIGHT
@@ -52,10 +54,11 @@ class NodeApp(App[str]):
 
     Args:
         folder: the node's data folder; nothing has to run there yet.
-        light: begin with the light theme.
+        light: begin with the light theme; None: with the one that was chosen last.
         ascii: draw with ASCII only; None: as the terminal and the locale say.
         clock: Unix time in seconds.
         watch: look for the daemon; without it, states are given by ``take_state``.
+        settings: the file in which the theme is remembered; None: it is not.
     """
 
     TITLE = "Barnraise"
@@ -98,16 +101,18 @@ class NodeApp(App[str]):
         self,
         folder: Path,
         *,
-        light: bool = False,
+        light: bool | None = None,
         ascii: bool | None = None,
         clock: Callable[[], float] = time.time,
         watch: bool = True,
+        settings: Path | None = None,
     ) -> None:
         no_color = bool(os.environ.get("NO_COLOR"))
         super().__init__()
         self.folder = folder
         self.tail = Tail(folder / "node.log")
         self.book = Book()
+        self.proofs = Proofs()
         self.history = History()
         self.clock = clock
         self._link = Link(folder / "control.sock", self._state_came, self._node_lost)
@@ -117,6 +122,7 @@ class NodeApp(App[str]):
         self._came_at = float("-inf")
         self._news: deque[tuple[dict[str, Any] | None, str, float]] = deque()
         self._watches = watch
+        self._settings = settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = ""
         self._reading = False
@@ -129,7 +135,7 @@ class NodeApp(App[str]):
             self._filters.append(AsciiFilter())
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = LIGHT.name if light else DARK.name
+        self.theme = LIGHT.name if (is_light(settings) if light is None else light) else DARK.name
 
     # --- from the daemon
 
@@ -259,10 +265,17 @@ class NodeApp(App[str]):
             except BarnraiseError as error:
                 self.say(f"{name}: {error}", "error")
             else:
+                if name == "prove":
+                    self.take_proof(answer)
                 text = str(answer.get("text") or f"{name}: done")
                 self.say(text, "information" if answer.get("ok", True) else "warning")
 
         self._start(obey())
+
+    def take_proof(self, answer: dict[str, Any]) -> None:
+        """Note what a node found out about receipts and the log (``barnraise.node.prove``)."""
+        self.proofs = self.proofs.with_answer(self.book.run_id, answer)
+        self.draw()
 
     def action_pause(self) -> None:
         """Pause until resumed."""
@@ -332,8 +345,9 @@ class NodeApp(App[str]):
         self.push_screen(Help())
 
     def action_shade(self) -> None:
-        """The other theme."""
+        """The other theme, from now on."""
         self.theme = LIGHT.name if self.current_theme.dark else DARK.name
+        remember_light(self._settings, not self.current_theme.dark)
 
     def action_retry(self) -> None:
         """Look for the node now."""
@@ -381,12 +395,12 @@ class NodeApp(App[str]):
         yield SystemCommand("Quit", "Close this; the node goes on", self.action_detach)
 
 
-def run(folder: Path, *, light: bool = False, ascii: bool | None = None) -> int:
+def run(folder: Path, *, light: bool | None = None, ascii: bool | None = None) -> int:
     """Show the node in ``folder`` until the person closes the app; the exit code.
 
     The terminal must be one: ``barnraise.tui.attach`` checks it.
     """
-    app = NodeApp(folder, light=light, ascii=ascii)
+    app = NodeApp(folder, light=light, ascii=ascii, settings=settings_path())
     text = app.run()
     if text:
         print(text)

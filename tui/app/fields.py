@@ -13,10 +13,12 @@ from typing import Any
 from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.app.view import clock, is_moment, number
 from barnraise.tui.console import duration, size
+from barnraise.tui.limit_words import parse_moment
 
 _SPAN = re.compile(r"(?:([0-9]{1,6})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m(?:in)?)?(?:([0-9]{1,8})s)?")
 _SECONDS = (86_400, 3600, 60, 1)
 _HOURS = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])-([01]?[0-9]|2[0-4]):([0-5][0-9])")
+_WHILE = re.compile(r"(.*)\b(for|until)\s+(\S.*)", re.IGNORECASE)
 MOST_PAUSE_S = 366 * 86_400
 
 
@@ -130,6 +132,28 @@ def _no_text(text: str) -> Any:
     raise ValueError("Enter goes to the next choice")
 
 
+def for_a_while(field: Field, now: float, value: Any) -> Callable[[str], tuple[Any, int]]:
+    """Reads ``20MB/s for 2h`` or ``none until 07:30``: a value, and when (ms since the epoch) it ends.
+
+    ``now``: s since the epoch. Of a limit with choices the value may be left out: the one after ``value``.
+    """
+
+    def read(text: str) -> tuple[Any, int]:
+        match = _WHILE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError("say for how long, too: ... for 2h, or ... until 07:30")
+        wanted, word, time = match[1].strip(), match[2].lower(), match[3]
+        end = now + parse_duration(time) if word == "for" else parse_moment(time, now)
+        if not field.choices:
+            return field.read(wanted), round(end * 1000)
+        named = {field.show(choice).removeprefix("when "): choice for choice in field.choices}
+        if wanted and wanted.lower() not in named:
+            raise ValueError(f"{wanted!r} is none of {', '.join(named)}")
+        return named[wanted.lower()] if wanted else field.next(value), round(end * 1000)
+
+    return read
+
+
 FIELDS = (
     Field("down", "download", "20MB/s, 160Mbit/s or none", parse_rate, _rate, "most that is received"),
     Field(
@@ -229,6 +253,9 @@ def shown_fields(limits: Mapping[str, Any]) -> tuple[Field, ...]:
 
 def note(field: Field, limits: Mapping[str, Any]) -> str:
     """What is used of a limit now, or what it is for."""
+    for_now = limits.get("for_now")
+    if isinstance(for_now, list) and field.key in for_now and is_moment(limits.get("until_ms")):
+        return f"until {clock(limits['until_ms'] / 1000, '%a %H:%M')} only; {field.about}"
     if field.key == "monthly":
         used, most = number(limits.get("monthly_used")), number(limits.get("monthly"))
         share = f" ({100 * used / most:.0f} %)" if most else ""
@@ -241,4 +268,6 @@ def note(field: Field, limits: Mapping[str, Any]) -> str:
 def until(limits: Mapping[str, Any]) -> str:
     """When what was set for a time reverts, or ``""``."""
     at_ms = limits.get("until_ms")
-    return f"some of it until {clock(at_ms / 1000, '%a %H:%M')} only" if is_moment(at_ms) and at_ms else ""
+    return (
+        f"some until {clock(number(at_ms) / 1000, '%a %H:%M')} only; U ends that" if is_moment(at_ms) else ""
+    )

@@ -27,13 +27,17 @@ KEYS = (
 )
 SCREENS = (
     ("Work", "x only what was rejected, a appeals the rejection at the cursor"),
-    ("Ledger", "c checks every signature again"),
-    ("Limits", "Enter changes the limit at the cursor, o takes it away"),
+    ("Ledger", "v looks the entry at the cursor up in the run's log, c checks every signature again"),
+    ("Limits", "Enter changes the limit at the cursor, u for a while only, U ends that; o takes it away"),
     ("Log", "/ finds, n and N go on, o lists only what was found, w level, space follows, Esc forgets"),
 )
 WORDS = (
     ("unit", "work that is lent for a while: completions to write, or steps on a block of the model"),
     ("verdict", "what the coordinator found in a unit; its receipt is signed and kept on this machine"),
+    (
+        "proof",
+        "signed: by the run's key; in log: also found in the ledger that nodes witness; newer: not in it yet",
+    ),
     ("credit", "useful operations that were verified: 1 Mflop is a million"),
     ("version", "the model as of one step; new ones come down a tree of peers"),
     ("eager, lazy", "links of that tree that carry versions, and those that only tell of them"),

@@ -12,8 +12,9 @@ from textual.containers import Vertical
 from barnraise.protocol.identity import fingerprint
 from barnraise.tui.app.feed import Book, Verdict
 from barnraise.tui.app.listing import Column, Entry, Listing
+from barnraise.tui.app.proofs import Head, Proofs, head_of, status
 from barnraise.tui.app.screen import NodeScreen
-from barnraise.tui.app.sheet import Row, Sheet, words
+from barnraise.tui.app.sheet import Piece, Row, Sheet, Words, words
 from barnraise.tui.app.view import View, clock, credit, told
 from barnraise.tui.app.work import TONES
 from barnraise.tui.status import standing
@@ -27,6 +28,12 @@ class Ledger(NodeScreen):
     tab = "ledger"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
+            "v",
+            "prove",
+            "Prove",
+            tooltip="Follow the entry at the cursor, and its neighbours, in the run's log",
+        ),
+        Binding(
             "c", "check", "Check again", tooltip="Read the receipts anew and check every signature again"
         ),
     ]
@@ -34,7 +41,7 @@ class Ledger(NodeScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._book: Book | None = None  # what is listed
+        self._listed: tuple[Book, int, Proofs] | None = None
 
     def body(self) -> ComposeResult:
         with Vertical(id="body"):
@@ -46,7 +53,8 @@ class Ledger(NodeScreen):
                 Column("entry", 11),
                 Column("Mflop", 9, right=True),
                 Column("balance", 12, right=True),
-                Column("submission"),
+                Column("proof", 8),
+                Column("submission", 16, from_width=100),
                 empty="no entry yet: the first comes with the first verdict",
                 id="entries",
             )
@@ -55,31 +63,47 @@ class Ledger(NodeScreen):
         self.query_one(Listing).focus()
 
     def draw(self, view: View) -> None:
-        book = self.node.book
-        self.query_one("#balance", Sheet).show(balance_rows(view, book))
-        if book is not self._book:
-            self._book = book
+        book, proofs, head = self.node.book, self.node.proofs, head_of(view)
+        if proofs.run_id != book.run_id:
+            proofs = Proofs()
+        self.query_one("#balance", Sheet).show(balance_rows(view, book, proofs))
+        if (book, head.size, proofs) != self._listed:
+            self._listed = (book, head.size, proofs)
             self.query_one("#heading", Sheet).note(f"{len(book.verdicts):,}, newest first")
-            self.query_one(Listing).show([_entry(v) for v in book.verdicts[: -SHOWN - 1 : -1]], book.problem)
+            signed = book.proven == len(book.receipts)
+            entries = [_entry(v, status(v.index, signed, head.size, proofs)) for v in _newest(book)]
+            self.query_one(Listing).show(entries, book.problem)
 
     def action_check(self) -> None:
         """Check every signature again."""
         self.node.read_book(anew=True)
 
+    def action_prove(self) -> None:
+        """Have the node look the entry up in the log."""
+        key = self.query_one(Listing).current
+        if key is None:
+            self.node.say("there is no entry to prove yet", "warning")
+        else:
+            self.node.order("prove", index=int(key))
 
-def balance_rows(view: View, book: Book) -> Iterator[Row]:
-    """Credit, outcomes, signatures, the coordinator's opinion."""
+
+def _newest(book: Book) -> tuple[Verdict, ...]:
+    return book.verdicts[: -SHOWN - 1 : -1]
+
+
+def balance_rows(view: View, book: Book, proofs: Proofs = Proofs()) -> Iterator[Row]:
+    """Credit, outcomes, signatures, the log, the coordinator's opinion."""
     tally = book.tally()
     yield "balance", words((credit(book.balance), "strong"), (f"  ({book.balance:,} Mflop)", "dim"))
     yield "entries", words(", ".join(f"{n:,} {name}" for name, n in sorted(tally.items())) or ("none", "dim"))
     total = len(book.receipts)
     if book.problem:
-        yield "proof", words((book.problem, "bad"))
+        yield "signatures", words((book.problem, "bad"))
     elif not total:
-        yield "proof", words(("nothing to prove yet", "dim"))
+        yield "signatures", words(("nothing to prove yet", "dim"))
     elif book.proven == total:
         yield (
-            "proof",
+            "signatures",
             words(
                 (f"all {total:,} signatures hold", "good"),
                 (f", by the run's key {fingerprint(book.operator)}", "dim"),
@@ -87,18 +111,38 @@ def balance_rows(view: View, book: Book) -> Iterator[Row]:
         )
     else:
         yield (
-            "proof",
+            "signatures",
             words(
                 (f"{book.proven:,} of {total:,} signatures checked", "warn"), ": the run's key is not here"
             ),
         )
+    yield "log", _log(view, book, head_of(view), proofs)
     yield "in full", words(("barnraise ledger verify FILE --receipts ", "dim"), (view.folder, "dim"))
     opinion = told(standing, view.state.get("standing"), view.now)
     if opinion:
         yield "standing", words((opinion, "bad" if opinion.startswith("banned") else ""))
 
 
-def _entry(verdict: Verdict) -> Entry:
+def _log(view: View, book: Book, head: Head, proofs: Proofs) -> Words:
+    """The head that the node cosigned last, and how many own entries were followed up to one."""
+    if not view.state:
+        return words(("not known while no node runs", "dim"))
+    if not head.size:
+        return words(("no head seen yet: the node asks once a minute", "dim"))
+    if proofs.wrong:
+        index, why = next(iter(proofs.wrong.items()))
+        return words((f"#{index}: {why}", "bad"))
+    seen = view.ago(head.at_ms)
+    below = sum(verdict.index < head.size for verdict in book.verdicts)
+    return words(
+        (f"{head.size:,} entries" + (f", cosigned {seen} ago" if seen else ""), ""),
+        (f", root {head.root[:8]}; ", "dim"),
+        (f"{len(proofs.proven):,} of your {below:,} found in it", "good" if proofs.proven else ""),
+        ("; v looks one up" if len(proofs.proven) < below else "", "dim"),
+    )
+
+
+def _entry(verdict: Verdict, proof: Piece) -> Entry:
     tone = TONES.get(verdict.outcome, "") if verdict.counts else "dim"
     return Entry(
         str(verdict.index),
@@ -108,6 +152,7 @@ def _entry(verdict: Verdict) -> Entry:
             words((verdict.outcome, tone)),
             words(f"+{verdict.credit:,}" if verdict.credit else ("0", "dim")),
             words(f"{verdict.balance:,}"),
+            words(proof),
             words((verdict.submission[:16], "dim")),
         ),
     )

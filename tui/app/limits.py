@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 
 from barnraise.tui.app.dialogs import Ask
-from barnraise.tui.app.fields import Field, note, shown_fields, until
+from barnraise.tui.app.fields import Field, for_a_while, note, shown_fields, until
 from barnraise.tui.app.listing import Column, Entry, Listing
 from barnraise.tui.app.screen import NodeScreen
 from barnraise.tui.app.sheet import Row, Sheet, bar, words
@@ -22,6 +22,8 @@ class LimitsScreen(NodeScreen):
     tab = "limits"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,e", "edit", "Change", tooltip="Change the limit at the cursor: at once, and for good"),
+        Binding("u", "meanwhile", "For a while", tooltip="Change the limit at the cursor for a time only"),
+        Binding("U", "revert", "End it", show=False, tooltip="End now what holds for a while"),
         Binding("o", "lift", "Lift", tooltip="Take the limit at the cursor away, where that is possible"),
     ]
     DEFAULT_CSS = "LimitsScreen #about { min-height: 2; background: $surface; }"
@@ -85,6 +87,32 @@ class LimitsScreen(NodeScreen):
         title = f"{field.name}: {field.about}"
         self.app.push_screen(Ask(title, field.hint, field.show(value), field.read), done)
 
+    def action_meanwhile(self) -> None:
+        """Ask for a value and for how long it holds."""
+        field = self._field()
+        if field is None:
+            return
+
+        def done(answer: Any) -> None:
+            if answer is not None:
+                value, until_ms = answer[0]
+                self.node.order("limits", **{field.key: value, "until_ms": until_ms})
+
+        value = self.node.view().part("limits").get(field.key)
+        named = " or ".join(field.show(choice).removeprefix("when ") for choice in field.choices)
+        hint = f"{named or field.hint.split(',')[0].split(' or ')[0]} for 2h, or ... until 07:30"
+        read = for_a_while(field, self.node.clock(), value)
+        self.app.push_screen(
+            Ask(f"{field.name} for a while: {field.about}", hint, field.show(value), read), done
+        )
+
+    def action_revert(self) -> None:
+        """End what holds for a while."""
+        if is_moment(self.node.view().part("limits").get("until_ms")):
+            self.node.order("limits", until_ms=None)
+        else:
+            self.node.say("nothing holds for a while only: u changes a limit for a time", "warning")
+
     def action_lift(self) -> None:
         """Set the limit at the cursor to none."""
         field = self._field()
@@ -104,6 +132,9 @@ class LimitsScreen(NodeScreen):
 def now_rows(view: View, width: int) -> list[Row]:
     """Whether you are here, what suspends the work, the month's traffic."""
     rows: list[Row] = []
+    if view.state and (view.lost or view.state.get("state") == "stopped"):
+        rows.append(("work", words("none: the node has ended. ", ("These were its limits.", "dim"))))
+        return [*rows, *_month(view, width)]
     presence = view.part("presence")
     if presence:
         rows.append(("you", words(text(presence.get("text"), "-"))))
@@ -125,19 +156,19 @@ def now_rows(view: View, width: int) -> list[Row]:
         mode = text(view.state.get("mode"))
         what = {"pause": "paused by command: r resumes", "finish": "finishing: r takes it back"}.get(mode)
         rows.append(("work", words(what or "nothing holds it back" if view.state else "-")))
+    return [*rows, *_month(view, width)]
+
+
+def _month(view: View, width: int) -> list[Row]:
     limits = view.part("limits")
     used, most = number(limits.get("monthly_used")), number(limits.get("monthly"))
-    if most:
-        share = used / most
-        spent = is_moment(limits.get("spent_until_ms"))
-        again = f", renewed in {view.left(limits.get('spent_until_ms'))}" if spent else ""
-        rows.append(
-            (
-                "month",
-                bar(share, width) + words((f"  {share * 100:.0f} % used{again}", "warn" if spent else "")),
-            )
-        )
-    return rows
+    if not most:
+        return []
+    share = used / most
+    spent = is_moment(limits.get("spent_until_ms"))
+    again = f", renewed in {view.left(limits.get('spent_until_ms'))}" if spent else ""
+    figures = words((f"  {share * 100:.0f} % used{again}", "warn" if spent else ""))
+    return [("month", bar(share, width) + figures)]
 
 
 def _entry(field: Field, limits: Any) -> Entry:

@@ -180,6 +180,8 @@ def _sentence(clause: str) -> str:
 
 def banner_rows(view: View) -> Iterator[Row]:
     """What is wrong and what cures it, above every screen; nothing while all is well."""
+    if alarm := text(view.part("witness").get("alarm")):
+        yield "", words(("Ledger alarm: ", "bad"), (alarm, "bad"))
     if view.lost:
         wait = max(0.0, view.retry_at - view.now)
         again = f"Looking again in {duration(wait)}" if wait >= 1 else "Looking again"

@@ -118,6 +118,13 @@ class Recording:
                 "sized": "",
             },
         }
+        state["witness"] = {
+            "size": 790,
+            "root": "5b1f0c7e92d44a60" * 4,
+            "cosigned_ms": round(self.now * 1000) - 38_000,
+            "alarm": "",
+            "evidence": "",
+        }
         state["limits"] = state["limits"] | {
             "up": 5_000_000,
             "monthly": 500 * _GB,
