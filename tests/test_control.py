@@ -79,7 +79,7 @@ async def test_a_viewer_sees_the_state_and_every_change(tmp_path: Path) -> None:
 async def test_many_changes_are_pushed_at_most_five_times_a_second(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     async with daemon(path) as it, connect_control(path) as viewer:
-        pushes = 0
+        pushes, began = 0, trio.current_time()
         with trio.move_on_after(1.0):
             async with trio.open_nursery() as nursery:
 
@@ -93,7 +93,7 @@ async def test_many_changes_are_pushed_at_most_five_times_a_second(tmp_path: Pat
                 while True:
                     await viewer.wait_change()
                     pushes += 1
-        assert 1 <= pushes <= 6
+        assert 1 <= pushes <= 1 + 5 * (trio.current_time() - began)
         last = it.state["accepted"]
         with trio.fail_after(30):
             while viewer.state["accepted"] != last:
@@ -265,8 +265,11 @@ async def test_too_many_viewers_are_turned_away(tmp_path: Path) -> None:
         with pytest.raises(PeerError):
             await trio.to_thread.run_sync(read_state, path)
         crowd.pop().close()
-        await trio.sleep(0.1)
-        assert await trio.to_thread.run_sync(read_state, path)
+        with trio.fail_after(30):  # its place is free once the daemon has noticed
+            while True:
+                with suppress(PeerError):
+                    assert await trio.to_thread.run_sync(read_state, path)
+                    break
         for sock in crowd:
             sock.close()
 
@@ -302,7 +305,8 @@ async def test_a_state_that_cannot_be_encoded_is_logged_not_fatal(
     async with daemon(path) as it, connect_control(path) as viewer:
         it.state["bad"] = object()
         it.changed.set()
-        await trio.sleep(0.3)
-        assert "could not be shown" in caplog.text
+        with trio.fail_after(30):
+            while "could not be shown" not in caplog.text:
+                await trio.sleep(0.01)
         del it.state["bad"]
         assert await viewer.command("add", count=1)
