@@ -248,6 +248,7 @@ async def watch(ctx: Context) -> None:
         ctx.say(text, logging.ERROR)
         return
     caught = trio.Event()
+    told: set[int] = set()
 
     def show() -> None:
         ctx.facts.witness = fields(witness)
@@ -280,6 +281,7 @@ async def watch(ctx: Context) -> None:
             others = _neighbours(ctx)
             for peer_id in rng.sample(others, min(PEERS, len(others))):
                 await _ask(ctx, witness, peer_id)
+            compare_receipts(ctx, told)
             show()
 
 
@@ -293,6 +295,25 @@ def fields(witness: Witness) -> dict[str, Any]:
         "alarm": witness.alarm,
         "evidence": "" if witness.evidence is None else str(witness.evidence),
     }
+
+
+def compare_receipts(ctx: Context, told: set[int]) -> None:
+    """Two receipts for one entry, both signed: the ledger was written twice. They are their own proof."""
+    book = ctx.receipts
+    if book is None:
+        return
+    for pair in book.conflicts[:MAX_OPEN]:
+        index = pair[0].ledger_index
+        if index in told:
+            continue
+        told.add(index)
+        said = " and ".join(f"{printable(item.verdict.check)}, {item.credit:,} Mflop" for item in pair)
+        ctx.say(
+            f"the operator signed two receipts for entry {index} of its ledger that contradict each other "
+            f"({said}); {book.path} holds both: 'barnraise ledger verify --receipts' says which of them the "
+            "ledger has",
+            logging.ERROR,
+        )
 
 
 def _neighbours(ctx: Context) -> list[str]:

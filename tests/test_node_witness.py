@@ -1,11 +1,16 @@
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import trio
 
-from barnraise.node.witness import PATIENCE_S, FetchTiles, Witness
+from barnraise.node.receipts import ReceiptBook
+from barnraise.node.witness import PATIENCE_S, FetchTiles, Witness, compare_receipts
 from barnraise.protocol.cosignature import node_cosignatures, witness_name
+from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import SignatureError, StorageError
 from barnraise.protocol.evidence import check_evidence
 from barnraise.protocol.identity import Identity
@@ -15,6 +20,8 @@ from barnraise.protocol.tlog_checkpoint import Checkpoint
 from barnraise.protocol.tlog_tiles import Tile
 from barnraise.protocol.witness import Conflict, Unproven
 from barnraise.protocol.witness_store import WitnessStore
+from tests.test_ledger import BEN, RUN, receipt_of
+from tests.test_ledger import OPERATOR as RUN_OPERATOR
 from tests.tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
 NODE = Identity.from_private_bytes(bytes([9]) * 32)
@@ -132,3 +139,18 @@ def test_a_witness_without_its_memory_is_none(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(StorageError, match="says nothing"):
         witness_in(tmp_path)
+
+
+def test_two_receipts_for_one_entry_are_told_once(tmp_path: Path) -> None:
+    book = ReceiptBook(tmp_path / "receipts.bin", RUN_OPERATOR.public_key, RUN, BEN)
+    first = receipt_of(15)
+    book.add(sign(first, RUN_OPERATOR))
+    book.add(sign(msgspec.structs.replace(first, credit=1), RUN_OPERATOR))
+    said: list[str] = []
+    ctx: Any = SimpleNamespace(receipts=book, say=lambda text, level: said.append(text))
+    told: set[int] = set()
+    for _ in range(2):
+        compare_receipts(ctx, told)
+    (alarm,) = said
+    assert "two receipts for entry 15" in alarm
+    assert str(book.path) in alarm

@@ -125,8 +125,8 @@ def _words(found: Evidence, trouble: Conflict, run_id: str) -> list[str]:
         f"        {beginning}",
         f"proven: the key {fingerprint(found.key.public_key)} ({peer_id(found.key.public_key)}),",
         f"  which the run spec of run {run_id} names as its operator's,",
-        "  signed both, and no ledger that only grows can have both"
-        + ("." if same else ": a consistency proof (RFC 9162) leads from B's root to its beginning."),
+        "  signed both, and no ledger that only grows can have both.",
+        *([] if same else ["  A consistency proof (RFC 9162) leads from B's root to that of its beginning."]),
         "not proven: which of the two is true, which entries differ (barnraise ledger diff of two copies),",
         "  who was shown which, and why: an old copy of the run folder that was continued, a stolen key, or",
         "  intent.",

@@ -24,7 +24,7 @@ from barnraise.protocol.ledger_places import Place, placed
 from barnraise.protocol.ledger_uses import UNUSED, uses_of
 from barnraise.protocol.messages import Receipt, Verdict
 from barnraise.protocol.runid import open_run_spec, run_id
-from barnraise.protocol.standing import UNAUDITED
+from barnraise.protocol.standing import ALL, UNAUDITED
 from barnraise.protocol.wire import decode, printable
 from barnraise.tui.console import emit_json, examples
 from barnraise.tui.ledger_source import LEAST_OF_AN_ID, SOURCE, ledger_file, usable
@@ -195,6 +195,8 @@ def _numbers(row: dict[str, Any]) -> list[str]:
         return [*texts, f"numbers not here; their SHA-256 is {row['evidence']}"]
     if row["accepted"] and not verdict["position"] and not verdict["message"]:
         return texts
+    if row["accepted"] and row["check"] == ALL:  # its numbers are of no check
+        return [*texts, printable(verdict["message"], 500)]
     where = f" at {printable(verdict['position'], 200)}" if verdict["position"] else ""
     value = f"value {verdict['value']:g}, threshold {verdict['threshold']:g}"
     texts.append(f"check {printable(row['check'], 64)}: {value}{where}")
