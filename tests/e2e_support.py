@@ -121,6 +121,10 @@ class Place:
         )
         raise AssertionError(f"not reached within {patience} s; last state {state}\n{logs}")
 
+    def now(self, folder: Path) -> dict[str, Any]:
+        """The state of the process that owns ``folder``, as soon as it answers."""
+        return self.wait(folder, lambda state: True)
+
     def kill(self, name: str) -> None:
         """kill -9, as a power cut would."""
         self.processes[name].send_signal(signal.SIGKILL)

@@ -117,9 +117,31 @@ async def test_a_thread_trains_a_unit_that_ends_where_its_difference_says(
     assert any(bool(value.any()) for value in sent.values())
 
 
-async def test_a_killed_child_goes_on_from_its_last_state_to_the_same_bits(
+async def test_a_cancelled_child_lives_and_goes_on_and_a_killed_one_does_to_the_same_bits(
     tmp_path: Path, run: RunSpec, child: ChildEngine
 ) -> None:
+    unit, long = work(tmp_path), with_pretrain(run, steps=2000, commit_every=100)
+    seen: list[BlockProgress] = []
+
+    def stop(event: BlockProgress) -> None:
+        if event.saved == 1:
+            scope.cancel()
+
+    with trio.CancelScope() as scope:
+        await child.train(long, unit, stop)
+    assert scope.cancelled_caught
+    pid = child.pid
+    assert pid is not None
+
+    def look(event: BlockProgress) -> None:
+        seen.append(event)
+        scope.cancel()
+
+    with trio.CancelScope() as scope:
+        await child.train(long, unit, look)
+    assert seen[0].saved >= 1
+    assert child.pid == pid
+
     run = with_pretrain(run, steps=24, commit_every=3)
     whole, broken = work(tmp_path, "whole"), work(tmp_path, "broken")
     expected = await TorchEngine("cpu").train(run, whole, ignore)
@@ -130,39 +152,12 @@ async def test_a_killed_child_goes_on_from_its_last_state_to_the_same_bits(
 
     with pytest.raises(ChildError, match="killed"):
         await child.train(run, broken, strike)
-    seen: list[BlockProgress] = []
+    seen.clear()
     done = await child.train(run, broken, seen.append)
     assert seen[0].steps >= 9
     assert seen[0].saved >= 3
     assert (done.losses, done.states) == (expected.losses, expected.states)
     assert files(broken) == files(whole)
-
-
-async def test_a_cancelled_child_stops_soon_lives_and_goes_on(
-    tmp_path: Path, run: RunSpec, child: ChildEngine
-) -> None:
-    run = with_pretrain(run, steps=2000, commit_every=100)
-    unit = work(tmp_path)
-    seen: list[BlockProgress] = []
-
-    def stop(event: BlockProgress) -> None:
-        if event.saved == 1:
-            scope.cancel()
-
-    with trio.CancelScope() as scope:
-        await child.train(run, unit, stop)
-    assert scope.cancelled_caught
-    pid = child.pid
-    assert pid is not None
-
-    def look(event: BlockProgress) -> None:
-        seen.append(event)
-        scope.cancel()
-
-    with trio.CancelScope() as scope:
-        await child.train(run, unit, look)
-    assert seen[0].saved >= 1
-    assert child.pid == pid
 
 
 @pytest.mark.parametrize("stop_after", range(7))

@@ -60,7 +60,7 @@ def test_three_processes_raise_a_model_and_the_ledger_agrees(tmp_path: Path) -> 
         shown = call("status", str(here.run), "--json")
         assert json.loads(shown.stdout)["complete"] is True
         counted = audit(here, *homes)
-        assert counted["accepted"] == here.state(here.run)["accepted"]
+        assert counted["accepted"] == here.now(here.run)["accepted"]
         assert counted["receipts"] == counted["accepted"]
         verified = call("ledger", "verify", str(here.run), "--receipts", str(homes[0]))
         assert verified.returncode == 0, verified.stdout
@@ -157,7 +157,7 @@ def nothing_is_lost(here: Place) -> None:
 
 def test_kill_9_of_the_coordinator_loses_nothing_acknowledged(living: Place) -> None:
     here = living
-    before = here.state(here.run)
+    before = here.now(here.run)
     here.kill("coordinator")
     assert here.coordinator() == before["address"]
     after = rises(here, before)
@@ -169,7 +169,7 @@ def test_kill_9_of_the_coordinator_loses_nothing_acknowledged(living: Place) -> 
 
 def test_kill_9_of_the_learner_only_costs_time(living: Place) -> None:
     here = living
-    before = here.state(here.run)
+    before = here.now(here.run)
     (learner,) = here.children("coordinator", "learner_child")
     learner.kill()
     after = rises(here, before, versions=2)  # the first may have been made already
@@ -184,7 +184,7 @@ def test_kill_9_of_the_learner_only_costs_time(living: Place) -> None:
 def test_kill_9_of_a_node_and_of_an_engine_stops_nobody(living: Place) -> None:
     here = living
     first, second = homes(here)
-    before, had = here.state(here.run), here.state(second)
+    before, had = here.now(here.run), here.now(second)
     (engine,) = here.children("node-2", "engine_child")
     engine.kill()
     here.kill("node-1")

@@ -78,14 +78,14 @@ def test_kill_9_of_daemon_engine_and_app_in_every_state(tmp_path: Path) -> None:
         here.wait(home, lambda state: state["state"] == "paused")
         for engine in here.children("node", ENGINE):
             engine.kill()
-        assert here.state(home)["state"] == "paused"
+        assert here.now(home)["state"] == "paused"
 
         # The app: a viewer, nothing of which is missed.
         with pseudo_terminal(barnraise("tui", str(home)), environment()) as terminal:
             read(terminal, "Overview")
             os.kill(terminal.process.pid, signal.SIGKILL)
             terminal.process.wait(PATIENCE_S)
-        assert here.state(home)["state"] == "paused"
+        assert here.now(home)["state"] == "paused"
 
         # The daemon while it is paused: it comes back paused.
         here.kill("node")
