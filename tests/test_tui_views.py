@@ -248,6 +248,18 @@ def test_what_a_person_waits_for_is_shown_at_once_however_busy_the_node(change: 
     assert shown_at([*busy, (10.5, change)]) == [10.0, 10.5]
 
 
+def test_what_comes_of_a_command_is_shown_at_once() -> None:
+    pace = Pace(1.0)
+    pace.show({}, 0.0)
+    assert pace.due({"credit": 1}, 0.1) == 1.0
+    pace.hurry(0.15)
+    assert pace.due({"credit": 2}, 0.2) == 0.2
+    pace.show({"credit": 2}, 0.2)
+    assert pace.due({"credit": 3}, 0.6) == 0.6  # the state that has it may come second
+    pace.show({"credit": 3}, 0.6)
+    assert pace.due({"credit": 4}, 0.7) == 1.6
+
+
 def test_a_new_kind_of_work_is_shown_at_once_but_not_in_quick_turns() -> None:
     assert shown_at([(0, {}), (2.9, {"credit": 1}), (3.0, {"state": "waiting"})]) == [0, 2.9, 3.0]
     turns = [(5 + i / 5, {"state": "generating" if i % 2 else "asking"}) for i in range(13)]

@@ -56,6 +56,7 @@ class Link:
         self._stopped = False
         self._commands: trio.MemorySendChannel[_Wish] | None = None  # None: no daemon
         self._again: trio.Event | None = None
+        self._waits = trio.CancelScope()
 
     def start(self) -> None:
         """Begin to look for the daemon."""
@@ -134,11 +135,12 @@ class Link:
         send, receive = trio.open_memory_channel[_Wish](16)
         self._commands = send
         gone: BarnraiseError | None = None
+        pace = Pace(self._interval_s)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._obey, client, receive, nursery)
+                nursery.start_soon(self._obey, client, receive, nursery, pace)
                 try:
-                    await self._pass_on(client)
+                    await self._pass_on(client, pace)
                 except BarnraiseError as error:
                     gone = error
                 nursery.cancel_scope.cancel()
@@ -151,25 +153,32 @@ class Link:
                     break
         raise gone or PeerError("the node is gone")
 
-    async def _pass_on(self, client: ControlClient) -> None:
-        pace = Pace(self._interval_s)
+    async def _pass_on(self, client: ControlClient, pace: Pace) -> None:
         state = client.state
         while True:
             due = pace.due(state, trio.current_time())
             while due > trio.current_time():  # a newer one takes its place
-                with trio.move_on_at(due):
+                with trio.move_on_at(due) as self._waits:
                     state = await client.wait_change()
-                    due = min(due, pace.due(state, trio.current_time()))
+                due = min(due, pace.due(state, trio.current_time()))
             pace.show(state, trio.current_time())
             self._on_state(cleaned(state))
             state = await client.wait_change()
 
     async def _obey(
-        self, client: ControlClient, wishes: trio.MemoryReceiveChannel[_Wish], nursery: trio.Nursery
+        self,
+        client: ControlClient,
+        wishes: trio.MemoryReceiveChannel[_Wish],
+        nursery: trio.Nursery,
+        pace: Pace,
     ) -> None:
         async def one(wish: _Wish) -> None:
+            pace.hurry(trio.current_time())
             try:
-                wish.answer.set_result(cleaned(await client.command(wish.name, **wish.arguments)))
+                answer = await client.command(wish.name, **wish.arguments)
+                pace.hurry(trio.current_time())
+                self._waits.cancel()  # what came of it may be here already, and wait for its second
+                wish.answer.set_result(cleaned(answer))
             except BarnraiseError as error:
                 wish.fail(error)
             finally:

@@ -58,7 +58,7 @@ class Ask(ModalScreen[tuple[Any] | None]):
     def rows(self) -> list[Row]:
         """The question."""
         title = ("", words((self._title, "strong")))
-        return [title, ("now", words(self._now)), ("write", words(self._hint))]
+        return [title, ("now", words(self._now)), ("write", words(f"{self._hint}; then Enter"))]
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         try:

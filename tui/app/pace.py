@@ -10,6 +10,7 @@ from typing import Any
 
 AT_WORK = frozenset({"generating", "training", "loading", "asking", "uploading", "fetching", "waiting"})
 CALM_S = 2.0  # a name that stood so long is missed when it changes; in quick turns nobody reads it
+ANSWER_S = 0.5  # by then a node has pushed what a command changed
 
 State = Mapping[str, Any]
 
@@ -26,6 +27,7 @@ class Pace:
         self._shown_at = float("-inf")
         self._shown: tuple[object, ...] = ()
         self._name: object = None
+        self._hurry_until = float("-inf")
         self._named_at = float("-inf")  # since when the node's state has this name
 
     def due(self, state: State, now: float) -> float:
@@ -35,9 +37,14 @@ class Pace:
         changed = name != self._name
         if changed:
             self._name, self._named_at = name, now
-        if _matters(state) != self._shown or (changed and stood >= CALM_S):
+        at_once = now < self._hurry_until or (changed and stood >= CALM_S)
+        if at_once or _matters(state) != self._shown:
             return now
         return max(now, self._shown_at + self._interval_s)
+
+    def hurry(self, now: float) -> None:
+        """Somebody commands something at ``now``: what comes within ``ANSWER_S`` is shown at once."""
+        self._hurry_until = now + ANSWER_S
 
     def show(self, state: State, now: float) -> None:
         """Note that ``state`` is shown."""
