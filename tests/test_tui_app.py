@@ -19,9 +19,9 @@ from barnraise.tui.app.clean import cleaned
 from barnraise.tui.app.consent import Consent
 from barnraise.tui.app.dialogs import Ask, Confirm, PauseFor
 from barnraise.tui.app.help import Help
-from barnraise.tui.app.listing import Listing
+from barnraise.tui.app.listing import Entry, Listing
 from barnraise.tui.app.screen import TABS, NodeScreen
-from barnraise.tui.app.sheet import Sheet
+from barnraise.tui.app.sheet import Sheet, words
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +464,33 @@ def test_a_log_that_grows_is_followed_and_one_that_is_read_stands_still(tmp_path
         assert [entry.key for entry in listing.entries] == ["40", "41"]
 
     play(story, Watched(tmp_path))
+
+
+def test_what_is_read_stays_in_its_line_while_a_list_changes(stage: Stage) -> None:
+    def listed(numbers: range) -> list[Entry]:
+        return [Entry(str(n), (words(f"e{n}"), *[words("")] * 6)) for n in numbers]
+
+    async def story(app: Watched, pilot: Any) -> None:
+        await press(app, pilot, "4", "home")
+        listing = app.screen.query_one(Listing)
+
+        async def lists(numbers: range) -> list[str]:
+            listing.show(listed(numbers))
+            await drawn(app)
+            return [line.split()[0] for line in frame(app)[-12:-1] if line.lstrip().startswith("e")]
+
+        assert (await lists(range(50, 0, -1)))[:2] == ["e50", "e49"]
+        assert (await lists(range(53, 0, -1)))[:2] == ["e53", "e52"]  # on the first: the newest is seen
+        assert listing.current == "53"
+        await press(app, pilot, *["down"] * 20)
+        before = [line.split()[0] for line in frame(app)[-12:-1] if line.lstrip().startswith("e")]
+        assert listing.current == "33"
+        assert "e33" in before
+        assert await lists(range(60, 0, -1)) == before  # more at the beginning
+        assert await lists(range(58, 0, -1)) == before  # fewer
+        assert listing.current == "33"
+
+    stage.play(story)
 
 
 # --- consent

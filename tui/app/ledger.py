@@ -56,6 +56,7 @@ class Ledger(NodeScreen):
                 Column("proof", 8),
                 Column("submission", 16, from_width=100),
                 empty="no entry yet: the first comes with the first verdict",
+                newest_first=True,
                 id="entries",
             )
 

@@ -41,7 +41,7 @@ class Entry:
 
 
 class Listing(ScrollView, can_focus=True):
-    """Entries under a head of titles; keys move a cursor.
+    """Entries under a head of titles; keys move a cursor. ``newest_first``: new ones come at the beginning.
 
     Posts ``Moved`` when the cursor comes to another entry, ``Chosen`` on Enter.
     """
@@ -82,8 +82,15 @@ class Listing(ScrollView, can_focus=True):
     class Chosen(Moved):
         """Enter on an entry."""
 
-    def __init__(self, *columns: Column, empty: str = "nothing yet", id: str | None = None) -> None:
+    def __init__(
+        self,
+        *columns: Column,
+        empty: str = "nothing yet",
+        newest_first: bool = False,
+        id: str | None = None,
+    ) -> None:
         super().__init__(id=id)
+        self._newest_first = newest_first
         self._columns = columns
         self._empty = empty
         self._entries: tuple[Entry, ...] = ()
@@ -106,17 +113,24 @@ class Listing(ScrollView, can_focus=True):
         return self._cursor >= len(self._entries) - 1
 
     def show(self, entries: Sequence[Entry], empty: str = "") -> None:
-        """List ``entries``; the cursor stays on its entry, or near it if that is gone."""
+        """List ``entries``; the cursor stays on its entry, or near it if that is gone, and in its line.
+
+        On the first of a list that begins with the newest, it stays on the first.
+        """
         new = tuple(entries)
         if new == self._entries and (not empty or empty == self._empty):
             return
-        before = self.current
+        before, was = self.current, self._cursor
         resized = len(new) != len(self._entries)
         self._entries, self._empty = new, empty or self._empty
         where = next((index for index, entry in enumerate(new) if entry.key == before), None)
-        self._cursor = min(self._cursor, max(len(new) - 1, 0)) if where is None else where
+        if where is None or (was == 0 and self._newest_first):
+            where = min(was, max(len(new) - 1, 0))
+        self._cursor = where
         if resized:
             self._measure()
+        if where != was:
+            self.scroll_to(y=max(0, self.scroll_offset.y + where - was), animate=False, force=True)
         self.refresh()
         if self.current != before:
             self.post_message(self.Moved(self, self.current))

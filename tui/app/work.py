@@ -47,6 +47,7 @@ class Work(NodeScreen):
                 Column("check", 14, from_width=90),
                 Column("reason"),
                 empty="no verdict yet: the first comes a minute or so after the first unit",
+                newest_first=True,
                 id="verdicts",
             )
             yield Sheet("Reason in full", id="detail", most=3)
