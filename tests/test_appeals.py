@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from coordinator_support import Coordinator, coordinating, make_run, virtual_ms
 
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
@@ -26,7 +27,6 @@ from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Receipt, RolloutSubmission, Verdict
 from barnraise.tui.main import main
 from barnraise.tui.status import standing
-from tests.coordinator_support import Coordinator, coordinating, make_run, virtual_ms
 from tests.test_node_and_coordinator import Engine, until
 from tests.test_standing import Wrong
 

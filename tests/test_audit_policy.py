@@ -7,6 +7,8 @@ from hashlib import sha256
 
 import msgspec
 import pytest
+from coordinator_history import MAX_LAG, RUN_ID, lease_for, published, verdict
+from coordinator_support import ROLLOUT
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -63,8 +65,6 @@ from barnraise.protocol.standing import (
     commitment_of,
     draw_ppm,
 )
-from tests.coordinator_history import MAX_LAG, RUN_ID, lease_for, published, verdict
-from tests.coordinator_support import ROLLOUT
 
 ANN, BEN = b"a" * 32, b"b" * 32
 PARAMETERS = 500_000  # one credit per token

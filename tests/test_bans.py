@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from coordinator_support import make_run, opened
 from typer.testing import CliRunner
 
 from barnraise.coordinator import bans
@@ -23,7 +24,6 @@ from barnraise.protocol.identity import Identity, peer_id_of
 from barnraise.protocol.ledger_file import verify_ledger_file
 from barnraise.tui import status
 from barnraise.tui.coordinate import app
-from tests.coordinator_support import make_run, opened
 
 ANN = Identity.from_private_bytes(b"a" * 32).public_key
 BOB = Identity.from_private_bytes(b"b" * 32).public_key

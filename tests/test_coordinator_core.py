@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 import trio
+from coordinator_support import make_run, opened
 
 from barnraise.coordinator.core import Core, in_place, in_thread
 from barnraise.coordinator.events import NodeJoined
@@ -17,7 +18,6 @@ from barnraise.coordinator.state import EventError
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.messages import TreeHead
-from tests.coordinator_support import make_run, opened
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from coordinator_support import make_run
 
 from barnraise.coordinator.main import run_from_folder
 from barnraise.protocol.control import read_state, send_command
 from barnraise.protocol.errors import PeerError, RunFolderError
 from barnraise.protocol.ledger_file import verify_ledger_file
-from tests.coordinator_support import make_run
 
 CODE = (
     "import sys\nfrom pathlib import Path\nfrom barnraise.coordinator.main import run_from_folder\n"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from coordinator_history import MAX_LAG, RUN_ID, lease_for, next_event
 
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.core import Core
@@ -17,7 +18,6 @@ from barnraise.coordinator.hub import MAX_PER_PEER, Hub, Live
 from barnraise.coordinator.journal import Write
 from barnraise.coordinator.state import State, apply, fold
 from barnraise.protocol.messages import Message
-from tests.coordinator_history import MAX_LAG, RUN_ID, lease_for, next_event
 
 NODE = b"n" * 32
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from coordinator_history import history
+from coordinator_support import make_run
 
 from barnraise.coordinator.events import BatchFormed, LeaseIssued, SubmissionJudged, Submitted
 from barnraise.coordinator.journal import Journal, Write
@@ -15,8 +17,6 @@ from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.ledger_file import verify_ledger_file, write_ledger
 from barnraise.protocol.ledger_uses import Uses
 from barnraise.tui import main as command_line
-from tests.coordinator_history import history
-from tests.coordinator_support import make_run
 from tests.test_ledger import ANN, BEN, OPERATOR, RUN, SIGNED_SPEC, STORY, STRANGER, head_of, submitted
 
 ONE, REFUSED = submitted(1, ANN).submission_id, submitted(2, BEN).submission_id

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from coordinator_support import coordinating, make_run, node
 
 from barnraise.coordinator import server, snapshot_belt
 from barnraise.coordinator.core import Core, in_place
@@ -30,7 +31,6 @@ from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import TreeHead
 from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 from barnraise.protocol.tlog_tiles import TileTree
-from tests.coordinator_support import coordinating, make_run, node
 from tests.server_support import head_is, volunteer
 from tests.test_ledger_inspect import call
 

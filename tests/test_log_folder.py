@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.protocol.cosignature import cosign, node_cosignatures, witness_name
@@ -10,7 +11,6 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.notes import Note, parse_note
 from barnraise.protocol.tlog_checkpoint import open_checkpoint
 from barnraise.protocol.tlog_tiles import TileTree, tiles_for
-from tests.tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
 ALL = entries_of(1100)
 LOG = log_of(ALL)

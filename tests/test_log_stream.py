@@ -1,5 +1,6 @@
 import pytest
 import trio
+from tlog_support import entries_of, head_of, log_of, tile_bytes
 
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
@@ -11,7 +12,6 @@ from barnraise.protocol.messages import ShardRequest
 from barnraise.protocol.network import Handler, Network, Stream
 from barnraise.protocol.tlog_tiles import Tile, TileTree, parse_path, tiles_to_compare
 from barnraise.protocol.wire import MessageReader, send_message
-from tests.tlog_support import entries_of, head_of, log_of, tile_bytes
 
 ALL = entries_of(300)
 LOG = log_of(ALL)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import trio
+from coordinator_support import coordinating, make_run
 
 from barnraise.coordinator.mirror import Exported, export_store
 from barnraise.node import entering
@@ -28,7 +29,6 @@ from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.mirrors import shard_path
 from barnraise.protocol.paced_network import PacedNetwork
-from tests.coordinator_support import coordinating, make_run
 from tests.test_weights import OPERATOR, RUN, SPEC, Party, manifest_of, publish
 from tests.test_weights import Swarm as Space
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import trio
 import trio.testing
+from coordinator_support import FakeVerifier, coordinating, make_run, virtual_ms
 
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import run_node
@@ -20,7 +21,6 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Rollout
 from barnraise.protocol.spec import RunSpec
-from tests.coordinator_support import FakeVerifier, coordinating, make_run, virtual_ms
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from test_ledger import BAD, STORY, published, receipt_of
+from tlog_support import log_of, tile_bytes
 
 from barnraise.node import prove as module
 from barnraise.node.prove import _needed, hold_against_log, prove
@@ -14,7 +15,6 @@ from barnraise.protocol.errors import BarnraiseError, MalformedError
 from barnraise.protocol.ledger import encode_entry
 from barnraise.protocol.messages import Receipt
 from barnraise.protocol.tlog_tiles import ENTRIES, FULL, Tile
-from tests.tlog_support import log_of, tile_bytes
 
 ENTRIES_OF_RUN = [*STORY, *(published(version) for version in range(1, 700))]
 DATA = [encode_entry(entry) for entry in ENTRIES_OF_RUN]

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.witness import PATIENCE_S, FetchTiles, Witness, compare_receipts
@@ -22,7 +23,6 @@ from barnraise.protocol.witness import Conflict, Unproven
 from barnraise.protocol.witness_store import WitnessStore
 from tests.test_ledger import BEN, RUN, receipt_of
 from tests.test_ledger import OPERATOR as RUN_OPERATOR
-from tests.tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
 NODE = Identity.from_private_bytes(bytes([9]) * 32)
 ALL, OTHERS = entries_of(300), [*entries_of(100), *entries_of(200, "!")]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from coordinator_support import FakeVerifier, make_run
 from msgspec import structs
 
 from barnraise.coordinator.folder import open_run
@@ -19,7 +20,6 @@ from barnraise.coordinator.verifier_child import ChildVerifier
 from barnraise.coordinator.verifier_pool import VerifierPool
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.messages import RolloutLease
-from tests.coordinator_support import FakeVerifier, make_run
 from tests.test_server import until
 from tests.test_verifier_pool import stage
 

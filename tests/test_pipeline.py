@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from coordinator_history import MAX_LAG, history, published, trained
+from coordinator_support import ROLLOUT, Coordinator, FakeLearner, coordinating, make_run, node
 
 from barnraise.coordinator import publisher
 from barnraise.coordinator.events import BatchFormed, VersionTrained, decode_event, encode_event
@@ -21,8 +23,6 @@ from barnraise.coordinator.state import EventError, State, apply, fold
 from barnraise.coordinator.workers import Trained, TrainJob, checkpoint_folder
 from barnraise.protocol.errors import ChildError, StorageError
 from barnraise.protocol.memory_network import MemorySwarm
-from tests.coordinator_history import MAX_LAG, history, published, trained
-from tests.coordinator_support import ROLLOUT, Coordinator, FakeLearner, coordinating, make_run, node
 from tests.test_coordinator_state import accept, started, submit
 
 Clock = trio.testing.MockClock

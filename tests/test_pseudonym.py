@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from coordinator_support import coordinating, make_run, node
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from barnraise.coordinator.ledger_log import entries_of
 from barnraise.protocol.ledger import LedgerEntry, NodeBanned, NodeJoined, encode_entry
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.pseudonym import MARKS, MOST, pseudonym
-from tests.coordinator_support import coordinating, make_run, node
 from tests.test_ledger import ANN, STORY
 from tests.test_ledger_inspect import call, saved
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from coordinator_support import coordinating, make_run, virtual_ms
 
 from barnraise.coordinator import server
 from barnraise.coordinator.folder import open_run
@@ -28,7 +29,6 @@ from barnraise.protocol.notes import parse_note
 from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 from barnraise.protocol.tlog_tiles import TileTree
 from barnraise.protocol.witness import Conflict
-from tests.coordinator_support import coordinating, make_run, virtual_ms
 from tests.test_node_and_coordinator import Engine, nodes, until
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coordinator_support import VERIFY, make_run, settings
 
 from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
 from barnraise.coordinator.block_workers import REPORT_FILE
@@ -26,7 +27,6 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import FileEntry
 from barnraise.protocol.pretrain import BlockLease, BlockSubmission
 from barnraise.tui import main as command_line
-from tests.coordinator_support import VERIFY, make_run, settings
 from tests.spec_support import pretrain_spec
 
 ACCEPTED = accepted(384)

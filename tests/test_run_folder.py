@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from coordinator_support import VERIFY, make_run, settings, write_model
 
 from barnraise.coordinator.folder import create_run, open_run, read_spec
 from barnraise.coordinator.model_folder import count_parameters, describe_model
 from barnraise.coordinator.presets import demo, fits_a_message, generic, smollm2
 from barnraise.protocol.errors import KeyFileError, RunFolderError
 from barnraise.protocol.identity import Identity, save_identity
-from tests.coordinator_support import VERIFY, make_run, settings, write_model
 
 
 def test_a_new_run_is_signed_by_its_own_key_and_opens(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import msgspec
+from coordinator_history import MAX_LAG, RUN_ID, history, judged, published, verdict
+from coordinator_support import ROLLOUT
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -32,8 +34,6 @@ from barnraise.coordinator.scheduler import (
 from barnraise.coordinator.state import Node, State, apply, fold
 from barnraise.protocol.messages import RolloutLease
 from barnraise.protocol.spec import RolloutSpec
-from tests.coordinator_history import MAX_LAG, RUN_ID, history, judged, published, verdict
-from tests.coordinator_support import ROLLOUT
 from tests.test_coordinator_state import accept, reject, started, submit
 
 SPEC = msgspec.structs.replace(ROLLOUT, max_lag=MAX_LAG, versions=100)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from coordinator_history import MAX_LAG, RUN_ID, history
+from coordinator_support import make_run, opened
 
 from barnraise.coordinator import snapshot
 from barnraise.coordinator.core import Core
@@ -24,8 +26,6 @@ from barnraise.protocol.errors import MalformedError, RunFolderError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin_of, sign_checkpoint
-from tests.coordinator_history import MAX_LAG, RUN_ID, history
-from tests.coordinator_support import make_run, opened
 
 KEY = Identity.from_private_bytes(b"o" * 32)
 EVENTS = history(5, 700)

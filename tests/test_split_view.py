@@ -8,6 +8,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
 from barnraise.protocol import evidence as evidence_of
 from barnraise.protocol.cosignature import cosign, witness_name
@@ -25,7 +26,6 @@ from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, sign_c
 from barnraise.protocol.wire import frame
 from barnraise.protocol.witness import Conflict, Unproven, judge
 from tests.test_ledger import SPEC
-from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
 STRANGER = Identity.from_private_bytes(bytes([5]) * 32)
 LOG = log_of(entries_of(40))

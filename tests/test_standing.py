@@ -12,6 +12,15 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from coordinator_support import (
+    Coordinator,
+    FakeVerifier,
+    ScriptedNode,
+    attached,
+    coordinating,
+    make_run,
+    node,
+)
 
 from barnraise.coordinator.audit import BAN_AFTER, Pressure
 from barnraise.coordinator.journal import Journal
@@ -31,15 +40,6 @@ from barnraise.protocol.messages import (
     ReceiptPush,
     Signed,
     StandingPush,
-)
-from tests.coordinator_support import (
-    Coordinator,
-    FakeVerifier,
-    ScriptedNode,
-    attached,
-    coordinating,
-    make_run,
-    node,
 )
 
 Clock = trio.testing.MockClock

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import trio
 from starlette.applications import Starlette
+from tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
@@ -34,7 +35,6 @@ from barnraise.protocol.notes import (
 from barnraise.protocol.tlog_checkpoint import open_checkpoint
 from barnraise.protocol.tlog_proof import TlogProof, parse_tlog_proof
 from barnraise.protocol.tlog_tiles import TileTree, tiles_for
-from tests.tlog_support import KEY, OPERATOR, ORIGIN, entries_of, head_of, log_of
 
 GOCODE = Path("/usr/share/gocode")
 SIZES = (0, 1, 2, 3, 255, 256, 257, 511, 513, 700)

@@ -4,6 +4,7 @@ from functools import lru_cache, partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tlog_support import entries_of, log_of, tile_bytes
 
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.merkle import MerkleLog, leaf_hash, verify_consistency, verify_inclusion
@@ -20,7 +21,6 @@ from barnraise.protocol.tlog_tiles import (
     tiles_to_compare,
     unbundle,
 )
-from tests.tlog_support import entries_of, log_of, tile_bytes
 
 MOST = 700
 ALL = entries_of(MOST)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from coordinator_support import Coordinator, FakeVerifier, ScriptedNode, coordinating, make_run, node
 
 from barnraise.coordinator.submissions import GRACE_MS, TurnedAway
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
@@ -17,7 +18,6 @@ from barnraise.coordinator.workers import Judged, VerifyJob
 from barnraise.protocol.errors import ChildError, RefusedError
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Signed
-from tests.coordinator_support import Coordinator, FakeVerifier, ScriptedNode, coordinating, make_run, node
 from tests.test_server import head_is, until
 
 Clock = trio.testing.MockClock

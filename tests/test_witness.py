@@ -4,6 +4,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tlog_support import (
+    KEY,
+    OPERATOR,
+    ORIGIN,
+    RUN_ID,
+    entries_of,
+    forged_head,
+    head_of,
+    log_of,
+    tile_bytes,
+)
 
 from barnraise.protocol.cosignature import (
     WitnessKey,
@@ -35,17 +46,6 @@ from barnraise.protocol.witness import (
     parse_request,
 )
 from barnraise.protocol.witness_store import WitnessStore
-from tests.tlog_support import (
-    KEY,
-    OPERATOR,
-    ORIGIN,
-    RUN_ID,
-    entries_of,
-    forged_head,
-    head_of,
-    log_of,
-    tile_bytes,
-)
 
 NODE = Identity.from_private_bytes(bytes([9]) * 32)
 NAME = witness_name(NODE.peer_id)

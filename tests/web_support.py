@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import trio
+from coordinator_support import make_run, opened
 
 from barnraise.coordinator.core import Core, Offload, in_place
 from barnraise.coordinator.events import (
@@ -39,7 +40,6 @@ from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.tlog_checkpoint import log_key
-from tests.coordinator_support import make_run, opened
 
 START = 1_780_000_000_000  # ms
 EVIL = '<script>alert("x")</script>'
