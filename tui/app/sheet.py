@@ -131,7 +131,11 @@ def painted(line: Iterable[Piece], style: Style) -> Strip:
 
     Content would parse, wrap and align it again: that was half of what the app took of the processor.
     """
-    return Strip(Segment(text, _over(style, tone)) for text, tone in line if text)
+    joined: Line = []
+    for text, tone in line:
+        if text:
+            _add(joined, text, tone)
+    return Strip([Segment(text, _over(style, tone)) for text, tone in joined])
 
 
 def _over(style: Style, tone: str) -> RichStyle:
