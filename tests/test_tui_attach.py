@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import trio
-from app_support import recorded, text
+from app_support import press, recorded, text
 
 from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.errors import BarnraiseError, PeerError
@@ -104,22 +104,22 @@ def test_the_app_follows_a_real_daemon_and_finds_it_again(tmp_path: Path) -> Non
         async with app.run_test(size=(80, 24), notifications=True) as pilot:
             await until(lambda: "No node is running here" in text(app))
             with daemon(tmp_path) as it:
-                await pilot.press("ctrl+r")
+                await press(app, pilot, "ctrl+r")
                 await until(lambda: "37.4 Gflop" in text(app))
                 it.show(credit=41_000)
                 await until(lambda: "41.0 Gflop" in text(app))
-                await pilot.press("p")
+                await press(app, pilot, "p")
                 await until(lambda: "paused by command" in text(app))
                 await until(lambda: "pause [red]done[/]" in text(app))
-                await pilot.press("f")
+                await press(app, pilot, "f")
                 await until(lambda: "finish: the run is [bold]complete[/]" in text(app))
-                await pilot.press("P", "f1")
-                await pilot.press("l", "y")
+                await press(app, pilot, "P", "f1")
+                await press(app, pilot, "l", "y")
                 await until(lambda: ("leave", {}) in it.commands)
                 assert it.commands[2] == ("pause", {"seconds": 1800})
                 it.show(consent={"run_id": "ab", "fields": [["run", "reverse"]]})
                 await until(lambda: "Lend this machine to this run?" in text(app))
-                await pilot.press("y")
+                await press(app, pilot, "y")
                 await until(lambda: ("agree", {"run_id": "ab"}) in it.commands)
                 it.show(consent=None)
             await until(lambda: "The node has ended" in text(app))
@@ -141,7 +141,7 @@ def test_pushes_are_coalesced_and_the_last_one_arrives(tmp_path: Path) -> None:
         begin = time.monotonic()
         for credit in range(50):
             it.show(credit=credit)
-            time.sleep(0.02)
+            time.sleep(0.008)
         asyncio.run(until(lambda: came[-1:] == [49]))
         assert len(came) <= 3 + (time.monotonic() - begin) / 0.3
         link.stop()
