@@ -60,6 +60,9 @@ def measure(
         Exception: whatever torch raises where a device does not work after all.
     """
     import torch
+
+    torch.empty(1, device=device)  # a device that does not work is refused before a model is made for it
+
     from transformers import LlamaConfig
 
     from barnraise.kernels.generate import GenerationStopped, generate
