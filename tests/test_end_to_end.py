@@ -1,8 +1,8 @@
 """The whole loop with real processes, and what kill -9 does to it.
 
-Starting a process that imports torch is what costs time here, so the stories about
-kill -9 share one coordinator and two nodes on a run that never ends. Each leaves them
-at work, and none relies on another.
+Starting a process that imports torch is what costs time here, so the stories share one
+coordinator and two nodes on a run that never ends (one that is completed:
+``test_pretrain_end_to_end``). Each leaves them at work, and none relies on another.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e_support import PATIENCE_S, Place, barnraise, call, environment, place, words_of
+from e2e_support import PATIENCE_S, Place, barnraise, call, environment, words_of
 from swarm_support import make_model, make_run
 
 from barnraise.kernels import demo_model
@@ -45,26 +45,6 @@ def audit(here: Place, *homes: Path) -> dict[str, int]:
     assert report.problems == ()
     assert len(receipts) > 0
     return {"accepted": report.accepted, "rejected": report.rejected, "receipts": len(receipts)}
-
-
-def test_three_processes_raise_a_model_and_the_ledger_agrees(tmp_path: Path) -> None:
-    with place(tmp_path, versions=3) as here:
-        address = here.coordinator()
-        homes = [here.node(name, address) for name in NAMES]
-        final = here.wait(here.run, lambda state: state["complete"])
-        assert final["policy_version"] == 3
-        assert [version for version, _ in final["rewards"]] == [1, 2, 3]
-        assert final["rejected"] == 0
-        for home in homes:  # every verdict reaches its node
-            here.wait(home, lambda state: state["awaiting_verdict"] == 0 and state["pending"] == 0)
-        shown = call("status", str(here.run), "--json")
-        assert json.loads(shown.stdout)["complete"] is True
-        counted = audit(here, *homes)
-        assert counted["accepted"] == here.now(here.run)["accepted"]
-        assert counted["receipts"] == counted["accepted"]
-        verified = call("ledger", "verify", str(here.run), "--receipts", str(homes[0]))
-        assert verified.returncode == 0, verified.stdout
-    assert "Traceback" not in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
 
 def test_ctrl_c_ends_the_demo_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +84,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_no_process(tmp_path: Path, monkeypatch:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-# --- kill -9: one place for all
+# --- one place for all
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +133,20 @@ def nothing_is_lost(here: Place) -> None:
     assert submitted == {entry.submission_id for entry in entries if isinstance(entry, ledger.Judged)}
     for home in homes(here):
         send_command(home / "control.sock", "resume", PATIENCE_S)
+
+
+def test_three_processes_raise_a_model_and_the_ledger_agrees(living: Place) -> None:
+    here = living
+    after = rises(here, here.now(here.run), versions=3)
+    made = [version for version, _ in after["rewards"]]
+    assert made[-3:] == list(range(after["policy_version"] - 2, after["policy_version"] + 1))
+    assert after["rejected"] == 0
+    shown = call("status", str(here.run), "--json")
+    assert json.loads(shown.stdout)["policy_version"] >= after["policy_version"]
+    nothing_is_lost(here)
+    verified = call("ledger", "verify", str(here.run), "--receipts", str(here.folder / NAMES[0]))
+    assert verified.returncode == 0, verified.stdout
+    assert "Traceback" not in "".join(path.read_text() for path in here.folder.glob("*.log"))
 
 
 def test_kill_9_of_the_coordinator_loses_nothing_acknowledged(living: Place) -> None:

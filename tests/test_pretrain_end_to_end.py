@@ -8,6 +8,7 @@ from e2e_support import Place, call
 from safetensors import safe_open
 
 from barnraise.coordinator.demo_corpus import SEQUENCE, prepare_demo_corpus
+from barnraise.node.receipts import read_receipts
 from barnraise.protocol.ledger_file import verify_ledger_file
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -43,10 +44,14 @@ def test_two_volunteers_pretrain_a_model_that_transformers_loads(tmp_path: Path)
             here.node(name, address)
         final = here.wait(run, lambda state: state["complete"])
         beside = call("report", str(run), "--json")  # while the coordinator runs
+        shown = call("status", str(run), "--json")
+        for name in ("node-1", "node-2"):  # every verdict reaches its node
+            here.wait(tmp_path / name, lambda state: state["awaiting_verdict"] == 0 and state["pending"] == 0)
     finally:
         here.stop()
     assert final["policy_version"] == 3
     assert final["rejected"] == 0
+    assert json.loads(shown.stdout)["complete"] is True
     assert beside.returncode == 0, beside.stderr
     told = json.loads(beside.stdout)
     assert [unit["accepted"] for unit in told["units"]] == [True] * 4
@@ -57,7 +62,12 @@ def test_two_volunteers_pretrain_a_model_that_transformers_loads(tmp_path: Path)
     assert told["critical_path_s"] <= told["serial_s"]
     assert {Path(path).name for path in told["plots"]} >= {"losses.png", "perplexity.png", "seams.png"}
     assert call("ledger", "export", str(run), str(tmp_path / "ledger.bin")).returncode == 0
-    assert verify_ledger_file(tmp_path / "ledger.bin", ()).problems == ()
+    receipts = [
+        signed for path in tmp_path.glob("node-*/runs/*/receipts.bin") for signed in read_receipts(path)
+    ]
+    ledger = verify_ledger_file(tmp_path / "ledger.bin", receipts)
+    assert ledger.problems == ()
+    assert len(receipts) == ledger.accepted == final["accepted"]
     _loads(run / "checkpoints" / "v000003")
     assert "Traceback" not in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
