@@ -22,10 +22,7 @@
     }
   };
 
-  const source = new EventSource("/live");
-  source.onopen = () => { lamp.hidden = false; lamp.classList.remove("lost"); text.textContent = "live"; };
-  source.onerror = () => { lamp.hidden = false; lamp.classList.add("lost"); text.textContent = "connection lost, trying again"; };
-  source.addEventListener("values", (event) => {
+  const show = (event) => {
     const values = JSON.parse(event.data);
     for (const [name, value] of Object.entries(values)) {
       for (const place of document.querySelectorAll(`[data-live="${name}"]`)) {
@@ -39,5 +36,18 @@
     const changed = "version" in values && version !== null && values.version !== version;
     if ("version" in values) version = values.version;
     if (changed || "alarms" in values || Date.now() - refreshed > 15000) refresh().catch(() => {});
-  });
+  };
+
+  let source = null;
+  const stop = () => { if (source) source.close(); source = null; };
+  const start = () => {
+    stop();
+    source = new EventSource("/live");
+    source.onopen = () => { lamp.hidden = false; lamp.classList.remove("lost"); text.textContent = "live"; };
+    source.onerror = () => { lamp.hidden = false; lamp.classList.add("lost"); text.textContent = "connection lost, trying again"; };
+    source.addEventListener("values", show);
+  };
+  // A browser keeps pages that were left, with their connections, and allows six to one host.
+  addEventListener("pagehide", stop);
+  addEventListener("pageshow", start);
 })();
