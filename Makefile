@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := protocol kernels node coordinator tui
+SOURCES := protocol kernels node coordinator simulation tui
 # A strict editable install links files one by one, so a new or removed file means linking again.
 LAYOUT := $(shell find $(SOURCES) -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 LINKED := $(VENV)/.linked-$(LAYOUT)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("protocol", "kernels", "node", "coordinator", "tui")
+PACKAGES = ("protocol", "kernels", "node", "coordinator", "simulation", "tui")
 
 
 @pytest.fixture(scope="module")
@@ -78,4 +78,7 @@ def test_every_package_folder_is_in_the_wheel(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
+            assert f"barnraise/{path.relative_to(ROOT).as_posix()}" in names
+    for folder in ("templates", "static"):  # the web page's: what it shows and what that loads
+        for path in (ROOT / "coordinator/web" / folder).iterdir():
             assert f"barnraise/{path.relative_to(ROOT).as_posix()}" in names

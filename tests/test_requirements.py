@@ -38,7 +38,7 @@ def test_r15_no_step_opens_a_browser_or_needs_a_desktop() -> None:
     """Nothing imports what would; the node's own page says on which systems it was tested."""
     root = TESTS.parent
     wanted = {"webbrowser", "tkinter", "PyQt5", "PyQt6", "PySide6", "gi", "selenium"}
-    parts = ("protocol", "kernels", "node", "coordinator", "tui")
+    parts = ("protocol", "kernels", "node", "coordinator", "simulation", "tui")
     files = [path for part in parts for path in (root / part).rglob("*.py")]
     assert len(files) > 100
     for path in files:

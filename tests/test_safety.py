@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     path
-    for folder in ("protocol", "kernels", "node", "coordinator", "tui")
+    for folder in ("protocol", "kernels", "node", "coordinator", "simulation", "tui")
     for path in (ROOT / folder).rglob("*.py")
 )
 FORBIDDEN_MODULES = {
