@@ -34,9 +34,8 @@ _HEADERS: Final = [
 MAX_QUERY: Final = 4096  # bytes
 
 
-def make_app(site: Site) -> ASGIApp:
+def make_app(site: Site, pages: Pages) -> ASGIApp:
     """The whole site as one ASGI application."""
-    pages = Pages(site)
 
     async def read_log(path: str) -> bytes | None:
         return await site.work(lambda: site.index.entries.folder.read(path))

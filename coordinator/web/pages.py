@@ -20,6 +20,7 @@ from barnraise.coordinator.web.answers import (
     asked_for,
     distinct,
     ledger_page,
+    node_fields,
     node_story,
     ranking,
     unit_story,
@@ -47,6 +48,7 @@ class Pages:
         self._site = site
         files = resources.files("barnraise.coordinator.web") / "static"
         self.static = {name: (files / name).read_bytes() for name in _STATIC}
+        self.stamp = {name: hashlib.sha256(data).hexdigest()[:12] for name, data in self.static.items()}
         self._env = Environment(
             loader=PackageLoader("barnraise.coordinator.web"),
             autoescape=True,
@@ -59,8 +61,13 @@ class Pages:
             short_id=short_id,
             kinds=KINDS,
             urlencode=lambda values: urlencode(values, doseq=True),
-            stamp={name: hashlib.sha256(data).hexdigest()[:12] for name, data in self.static.items()},
+            stamp=self.stamp,
         )
+
+    def prepare(self) -> None:
+        """Compile the templates, so that no reader waits for it. Blocking."""
+        for name in self._env.list_templates(filter_func=lambda name: not name.startswith("_")):
+            self._env.get_template(name)
 
     async def show(self, template: str, answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
         """Render a template with what ``answer`` finds, both in a worker thread."""
@@ -106,8 +113,8 @@ def page_routes(site: Site, pages: Pages) -> list[Route]:
             if text:
                 found = site.reader.find_nodes(text[:200], now, 20)
                 if len(found) != 1:
-                    return {"found": [_named(site, node, now) for node in found], "q": text[:200]}
-                return {"go": _named(site, found[0], now)["node"]}
+                    return {"found": [node_fields(site, node, now) for node in found], "q": text[:200]}
+                return {"go": node_fields(site, found[0], now)["node"]}
             page = max(1, whole(query, "page", 100_000) or 1)
             return {"q": "", **ranking(site, query.get("by", ["credit"])[-1], page, ROWS, now)}
 
@@ -147,7 +154,7 @@ def page_routes(site: Site, pages: Pages) -> list[Route]:
         return await pages.show("about.html", dict)
 
     async def static(name: str, request: Request) -> Response:
-        fresh = request.query_params.get("v") == pages._env.globals["stamp"][name]  # type: ignore[index]
+        fresh = request.query_params.get("v") == pages.stamp[name]
         caching = "public, max-age=31536000, immutable" if fresh else "no-cache"
         return Response(pages.static[name], headers={"Content-Type": _STATIC[name], "Cache-Control": caching})
 
@@ -162,9 +169,3 @@ def page_routes(site: Site, pages: Pages) -> list[Route]:
         Route("/about", about),
         *(Route(f"/static/{name}", partial(static, name)) for name in _STATIC),
     ]
-
-
-def _named(site: Site, node: Any, now_ms: int) -> dict[str, Any]:
-    from barnraise.coordinator.web.answers import node_fields
-
-    return node_fields(site, node, now_ms)

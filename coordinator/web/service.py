@@ -18,6 +18,7 @@ from barnraise.coordinator.web.index_belt import IndexBelt
 from barnraise.coordinator.web.index_read import IndexReader
 from barnraise.coordinator.web.metrics import Metrics
 from barnraise.coordinator.web.overview import Glance, View, overview
+from barnraise.coordinator.web.pages import Pages
 from barnraise.coordinator.web.shell import Limits, serve_http
 from barnraise.coordinator.web.site import INDEX_FILE, Site
 
@@ -52,13 +53,15 @@ class WebService:
             metrics=Metrics(flow),
             glance=Glance(make, core.now_ms),
         )
-        self.app = make_app(self.site)
+        self._pages = Pages(self.site)
+        self.app = make_app(self.site, self._pages)
 
     async def run(self, listeners: Sequence[trio.SocketListener] = (), limits: Limits = Limits()) -> None:
         """Keep the index up to date, and serve on ``listeners``, until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.site.index.run)
+                await self.site.core.offload(self._pages.prepare)
                 if listeners:
                     nursery.start_soon(serve_http, self.app, list(listeners), limits)
         finally:
