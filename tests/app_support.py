@@ -111,12 +111,27 @@ async def press(app: NodeApp, pilot: Pilot[str], *keys: str) -> None:
     ``pilot.press`` waits by the clock, at least 40 ms a key; this waits until nothing is left to do.
     """
     for key in keys:
-        name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
-        assert app._driver is not None
-        app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
+        send(app, key)
         await quiet()
         await settle(app)
     await drawn(app)
+
+
+async def burst(app: NodeApp, *keys: str) -> None:
+    """Have keys come all at once, as over a slow line; wait until what they began is done and drawn."""
+    for key in keys:
+        send(app, key)
+    while app._typing is None or not app._typing.done():
+        await asyncio.sleep(0.005)
+    await settle(app)
+    await drawn(app)
+
+
+def send(app: NodeApp, key: str) -> None:
+    """Post a key as a terminal does."""
+    name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
+    assert app._driver is not None
+    app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
 
 
 async def drawn(app: NodeApp) -> None:

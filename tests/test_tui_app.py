@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from app_support import Stage, Watched, drawn, frame, play, press, recorded, text, use_utc
+from app_support import Stage, Watched, burst, drawn, frame, play, press, recorded, text, use_utc
 from textual.binding import Binding
+from textual.widgets import Input
 
 from barnraise.node.supervise import lock_path
 from barnraise.tui.app.app import NodeApp
@@ -325,6 +326,20 @@ def test_a_limit_is_changed_for_a_while_and_that_is_ended(stage: Stage) -> None:
         assert "until Wed 06:08 only; most that is" in text(app)
         await press(app, pilot, "U")
         assert app.sent[1:] == [("limits", {"until_ms": None})]
+
+    stage.play(story)
+
+
+def test_keys_that_come_at_once_go_where_they_were_meant_to_go(stage: Stage) -> None:
+    async def story(app: Watched, pilot: Any) -> None:
+        await press(app, pilot, "5", "home")
+        await burst(app, "down", "down", "down", "enter", *"off")
+        assert isinstance(app.screen, Ask)
+        assert app.screen.query_one(Input).value == "off"
+        assert app.sent == []
+        await burst(app, "escape", "P", *"2h", "enter", "l", "y", "1", "P", "f1")
+        assert app.sent == [("pause", {"seconds": 7200}), ("leave", {}), ("pause", {"seconds": 1800})]
+        assert app.current_mode == "overview"
 
     stage.play(story)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import NoColor
 from textual.screen import Screen
@@ -31,6 +31,7 @@ from barnraise.tui.app.help import Help
 from barnraise.tui.app.ledger import Ledger
 from barnraise.tui.app.limits import LimitsScreen
 from barnraise.tui.app.log import Log
+from barnraise.tui.app.ordered import OrderedKeys
 from barnraise.tui.app.overview import Overview
 from barnraise.tui.app.proofs import Proofs
 from barnraise.tui.app.screen import TABS, NodeScreen
@@ -49,7 +50,7 @@ BOOK_EVERY_S = 2.0
 Severity = Literal["information", "warning", "error"]
 
 
-class NodeApp(App[str]):
+class NodeApp(OrderedKeys):
     """Shows the node whose data lies in ``folder``; the result is a sentence for after it closed.
 
     Args:
