@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import TrainStats
+from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.tlog_checkpoint import log_key
 
@@ -47,8 +49,13 @@ BIDI = "ev\u202eil\u0007"
 NAMES = ("anna", EVIL, BIDI, "年輕的機器", "a" * 60, "?")
 
 
+def identity_of(number: int) -> Identity:
+    return Identity.from_private_bytes(hashlib.sha256(b"node %d" % number).digest())
+
+
+@cache
 def key_of(number: int) -> bytes:
-    return hashlib.sha256(b"node %d" % number).digest()
+    return identity_of(number).public_key
 
 
 @dataclass

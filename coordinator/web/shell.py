@@ -2,8 +2,8 @@
 
 Hypercorn's own worker lets an exception of one connection end all of them, waits without
 limit for a client that does not read, speaks HTTP/2 to whoever asks, and counts no
-addresses (docs/decisions). Here bytes from outside can end their connection, never
-more; a connection has a deadline at every moment.
+addresses (docs/decisions/0010-own-accept-loop.md). Here bytes from outside can end their
+connection, never more; a connection has a deadline at every moment.
 """
 
 from __future__ import annotations
