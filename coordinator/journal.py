@@ -27,7 +27,7 @@ from zlib import crc32
 
 import msgspec
 
-from barnraise.coordinator.events import Event, decode_event, encode_event
+from barnraise.coordinator.events import Event, VersionPublished, decode_event, encode_event
 from barnraise.protocol import wire
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.messages import Signed
@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS receipts (
     ledger_index INTEGER PRIMARY KEY, node BLOB NOT NULL, data BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS receipt_by_node ON receipts (node, ledger_index);
 CREATE TABLE IF NOT EXISTS manifests (version INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, event INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS heads (size INTEGER PRIMARY KEY, data BLOB NOT NULL);
 """
 
@@ -102,6 +103,7 @@ class Journal:
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA wal_autocheckpoint=4000")
             self._db.executescript(_SCHEMA)
+            self._find_versions()
             if all(column[1] != "crc" for column in self._db.execute("PRAGMA table_info(events)")):
                 self._db.execute("ALTER TABLE events ADD COLUMN crc INTEGER")
             acknowledged = _read_mark(path)  # first: a coordinator beside us may go on
@@ -135,6 +137,10 @@ class Journal:
                     for event in write.events:
                         data = encode_event(event)
                         self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (seq, data, _crc(seq, data)))
+                        if isinstance(event, VersionPublished):
+                            self._db.execute(
+                                "INSERT OR REPLACE INTO versions VALUES (?, ?)", (event.version, seq)
+                            )
                         seq += 1
                     self._store(write)
                 self._db.execute("COMMIT")
@@ -204,6 +210,38 @@ class Journal:
                         "by another version of barnraise: run that version, or restore a backup"
                     ) from error
                 expected += 1
+
+    def _find_versions(self) -> None:
+        """Of a journal from before there was a table of them."""
+        if (
+            self._db.execute("SELECT 1 FROM versions UNION SELECT 1 FROM manifests LIMIT 1").fetchone()
+            is None
+        ):
+            return
+        if self._db.execute("SELECT 1 FROM versions LIMIT 1").fetchone() is not None:
+            return
+        found = []
+        for seq, data in self._db.execute(
+            "SELECT seq, data FROM events WHERE instr(data, ?)", (VersionPublished.__name__.encode(),)
+        ):
+            with suppress(msgspec.MsgspecError):  # whoever replays it will say so
+                event = decode_event(data)
+                if isinstance(event, VersionPublished):
+                    found.append((event.version, seq))
+        self._db.execute("BEGIN")
+        self._db.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?)", found)
+        self._db.execute("COMMIT")
+
+    def versions(self, before: int, limit: int) -> list[VersionPublished]:
+        """Published versions below number ``before``, newest first: the state keeps only the newest."""
+        with self._lock, self._reading():
+            rows = self._db.execute(
+                "SELECT events.data FROM versions JOIN events ON events.seq = versions.event "
+                "WHERE version < ? ORDER BY version DESC LIMIT ?",
+                (before, limit),
+            ).fetchall()
+        events = (decode_event(row[0]) for row in rows)
+        return [event for event in events if isinstance(event, VersionPublished)]
 
     def event_hash(self, seq: int) -> bytes | None:
         """SHA-256 of the stored bytes of event ``seq``; None: there is no such event."""

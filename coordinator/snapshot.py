@@ -58,6 +58,7 @@ FOLD_MODULES = (
     "coordinator.pool",
     "coordinator.snapshot",
     "coordinator.state",
+    "coordinator.state_parts",
     "coordinator.workers",
     "protocol.ledger_entries",
     "protocol.merkle",

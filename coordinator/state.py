@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import islice
 
 from barnraise.coordinator import block_fold
 from barnraise.coordinator.audit_fold import (
@@ -49,99 +49,40 @@ from barnraise.coordinator.events import (
     VersionTrained,
 )
 from barnraise.coordinator.pool import enter_pool, leave_pool, usable_groups
-from barnraise.coordinator.workers import TrainStats
-from barnraise.protocol.messages import RolloutLease, Verdict
-from barnraise.protocol.standing import UNAUDITED, AuditRecord, Unproven
+from barnraise.coordinator.state_parts import (
+    SETTLED,
+    Lease,
+    Node,
+    Submission,
+    SubmissionStatus,
+    Unpublished,
+    VersionInfo,
+)
+from barnraise.protocol.standing import UNAUDITED
 
-__all__ = ["EventError", "State", "apply", "fold", "strike_pause_ms", "usable_groups"]
+__all__ = [
+    "SETTLED",
+    "EventError",
+    "Lease",
+    "Node",
+    "State",
+    "Submission",
+    "SubmissionStatus",
+    "Unpublished",
+    "VersionInfo",
+    "apply",
+    "fold",
+    "strike_pause_ms",
+    "usable_groups",
+]
 
 # Settled work is remembered for this many versions beyond max_lag, so that a late
 # duplicate is recognised as one; older ones are refused as unknown leases.
 REMEMBERED_VERSIONS = 8
+# ... and no more ended leases than this, should a version take for ever.
+CLOSED_KEPT = 65_536
+VERSIONS_KEPT = 4_096  # the journal has them all (``Journal.versions``)
 DURATIONS_KEPT = 64
-
-SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale", "void"]
-SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale", "void"})
-
-
-@dataclass(slots=True)
-class Node:
-    """One key. ``strikes`` counts rejections not yet made good; ``quiet_until`` is when it may ask again."""
-
-    key: bytes
-    name: str
-    joined_at: int
-    accepted: int = 0
-    rejected: int = 0
-    credit: int = 0
-    strikes: int = 0
-    quiet_until: int = 0
-    unjudged: int = 0
-    unfinished: int = 0  # leases that expired or were given back, not yet made good
-    leases: dict[bytes, None] = field(default_factory=dict)  # open or timed out, oldest first
-    last_duration: int = 0  # ms from lease to submission
-    last_verdict: Verdict | None = None
-    named_at: int = 0
-    audit: AuditRecord = field(default_factory=AuditRecord)
-    offences: int = 0  # towards a ban
-    bans: int = 0
-    banned_until: int = 0
-    ban_reason: str = ""
-    ban_offences: int = 0  # that led to the ban in force
-    next_appeal_at: int = 0
-
-
-@dataclass(slots=True)
-class Lease:
-    """A lease that still counts: ``timed_out`` ones are honoured but no longer reserve their unit."""
-
-    terms: RolloutLease
-    instance: bytes
-    timed_out: bool = False
-
-
-@dataclass(slots=True)
-class Submission:
-    """Stored work. ``usable`` counts its groups with a non-zero advantage, once judged."""
-
-    submission_id: bytes
-    lease: RolloutLease
-    size: int
-    at_ms: int
-    status: SubmissionStatus = "waiting"
-    rewards: tuple[float, ...] = ()
-    usable: int = 0
-    number: int = 0  # how many were submitted before it
-    epoch: int = -1  # the audit seed in force when it was submitted; -1: none
-    credit: int = 0
-    ended_streak: int | None = None  # the node's, if this was a failed audit
-    voided: dict[bytes, Unproven] = field(default_factory=dict)  # what was clawed back because of it
-    appealed: bool = False
-
-    def unproven(self, credit: int) -> Unproven:
-        """What an ``AuditRecord`` keeps of it, if it is not verified in full."""
-        return Unproven(self.lease.lease_id, self.number, credit)
-
-
-@dataclass(slots=True)
-class Unpublished:
-    """The version that is being published, and what it was made from (None for version 0)."""
-
-    trained: VersionTrained
-    batch: BatchFormed | None
-
-
-@dataclass(slots=True)
-class VersionInfo:
-    """One published version, as the history keeps it."""
-
-    version: int
-    manifest: bytes
-    weights: str
-    size: int
-    stats: TrainStats | None
-    accuracy: float
-    at_ms: int
 
 
 @dataclass(slots=True)
@@ -172,7 +113,7 @@ class State:
     batch: BatchFormed | None = None
     unpublished: Unpublished | None = None
     last_batch_groups: int = 0
-    versions: list[VersionInfo] = field(default_factory=list)
+    versions: list[VersionInfo] = field(default_factory=list)  # the newest; see VERSIONS_KEPT
     durations: deque[int] = field(default_factory=lambda: deque(maxlen=DURATIONS_KEPT))
     accepted: int = 0
     rejected: int = 0
@@ -287,6 +228,9 @@ def _close_lease(state: State, lease: Lease, why: str) -> None:
     del state.leases[terms.lease_id]
     del state.nodes[terms.node].leases[terms.lease_id]
     state.closed[terms.lease_id] = (why, terms.policy_version)
+    if len(state.closed) > CLOSED_KEPT + CLOSED_KEPT // 4:  # many at a time: a dict is slow to lose its first
+        for lease_id in list(islice(state.closed, CLOSED_KEPT // 4)):
+            del state.closed[lease_id]
 
 
 def _node_joined(state: State, event: NodeJoined) -> None:
@@ -422,6 +366,8 @@ def _published(state: State, event: VersionPublished) -> None:
             event.at_ms,
         )
     )
+    if len(state.versions) > VERSIONS_KEPT + VERSIONS_KEPT // 4:
+        del state.versions[:-VERSIONS_KEPT]
     block_fold.published(state, event.at_ms)
     _drop_stale(state)
     _forget(state, state.head - state.max_lag - REMEMBERED_VERSIONS)

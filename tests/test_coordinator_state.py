@@ -165,6 +165,28 @@ def test_settled_work_is_forgotten_after_some_versions() -> None:
     assert len(state.submissions) <= MAX_LAG + REMEMBERED_VERSIONS + 2
 
 
+def test_what_is_remembered_is_bounded_even_if_a_version_takes_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("barnraise.coordinator.state.CLOSED_KEPT", 40)
+    monkeypatch.setattr("barnraise.coordinator.state.VERSIONS_KEPT", 20)
+    state, rng = started(), random.Random(0)
+    for number in range(300):
+        terms = lease_for(state, b"n" * 32, rng, number)
+        apply(state, LeaseIssued(lease=terms, instance=b"i" * 16))
+        apply(state, LeaseClosed(lease_id=terms.lease_id, reason="returned", at_ms=number))
+        assert len(state.closed) <= 50
+        assert terms.lease_id in state.closed
+    assert len(state.closed) >= 40
+    for _ in range(100):
+        fresh = submit(state, rng, version=state.head)
+        accept(state, fresh)
+        apply(state, BatchFormed(version=state.head + 1, submissions=(fresh,), groups=2, usable=2, at_ms=9))
+        apply(state, published(state, 10))
+        assert state.versions[-1].version == state.head
+    assert 20 <= len(state.versions) <= 25
+
+
 def test_rejections_make_the_next_lease_wait_geometrically_and_good_work_makes_up_for_them() -> None:
     assert [strike_pause_ms(strikes) for strikes in range(5)] == [0, 2_000, 4_000, 8_000, 16_000]
     state, rng = started(), random.Random(0)

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import pytest
 
-from barnraise.coordinator.events import NodeJoined, encode_event
+from barnraise.coordinator.events import NodeJoined, VersionPublished, encode_event
 from barnraise.coordinator.journal import MANIFESTS_KEPT, Journal, Payload, StoredReceipt, Write
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.messages import Signed
@@ -252,3 +252,42 @@ def test_a_journal_from_before_checksums_is_read_and_goes_on(tmp_path: Path) -> 
     journal = Journal(path)
     journal.commit([Write(events=[event(1)])])
     assert list(journal.events()) == [event(0), event(1)]
+
+
+def published(version: int) -> VersionPublished:
+    return VersionPublished(
+        version=version, manifest=bytes(32), weights="w", size=1, stats=None, accuracy=-1.0, at_ms=version
+    )
+
+
+def test_every_version_is_found_in_the_journal_also_in_one_from_before_there_was_a_table(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    for version in range(20):
+        write = Write(events=[event(version), published(version)], manifest=(version, signed()))
+        journal.commit([write])
+    newest = [published(version) for version in (6, 5, 4)]
+    assert journal.versions(7, 3) == newest
+    assert [item.version for item in journal.versions(1 << 40, 100)] == list(range(19, -1, -1))
+    journal._db.execute("DROP TABLE versions")
+    journal.close()
+    journal = Journal(tmp_path / "state.sqlite")
+    assert journal.versions(7, 3) == newest
+    journal.close()
+
+
+def test_a_journal_opened_for_reading_sees_what_is_durable_and_writes_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.sqlite")
+    journal.commit([Write(events=[event(1), event(2)])])
+    reader = Journal(tmp_path / "state.sqlite", reading=True)
+    assert (reader.length, list(reader.events())) == (2, [event(1), event(2)])
+    with pytest.raises(StorageError):
+        reader.commit([Write(events=[event(3)])])
+    journal.commit([Write(events=[event(3)])])
+    assert list(reader.events(2)) == [event(3)]
+    reader.check_events(0, 3)
+    with pytest.raises(RunFolderError, match="event 3 is missing"):
+        reader.check_events(0, 4)
+    reader.close()
+    journal.close()
