@@ -11,7 +11,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +32,7 @@ from barnraise.tui.app.limits import LimitsScreen
 from barnraise.tui.app.log import Log
 from barnraise.tui.app.ordered import OrderedKeys
 from barnraise.tui.app.overview import Overview
+from barnraise.tui.app.palette import commands
 from barnraise.tui.app.proofs import Proofs
 from barnraise.tui.app.screen import TABS, NodeScreen
 from barnraise.tui.app.settings import is_light, remember_light, settings_path
@@ -42,7 +42,6 @@ from barnraise.tui.app.theme import DARK, LIGHT
 from barnraise.tui.app.view import History, View
 from barnraise.tui.app.work import Work
 from barnraise.tui.background import waiting_in
-from barnraise.tui.console import duration
 
 TICK_S = 1.0
 BOOK_EVERY_S = 2.0
@@ -380,20 +379,7 @@ class NodeApp(OrderedKeys):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The command palette."""
-        for name in TABS:
-            go = partial(self.switch_mode, name)
-            yield SystemCommand(f"Go to {name.capitalize()}", "Show this screen", go)
-        yield SystemCommand("Pause", "Stop the work until you resume", self.action_pause)
-        for seconds in (1800, 3600, 7200, 28_800):
-            rest = partial(self.order, "pause", seconds=seconds)
-            yield SystemCommand(f"Pause for {duration(seconds)}", "Stop the work, then go on", rest)
-        yield SystemCommand("Pause for ...", "Stop the work for a time of your choice", self.action_pause_for)
-        yield SystemCommand("Resume", "Go on working; takes a finish back, too", self.action_resume)
-        yield SystemCommand("Finish", "Complete the unit at work, take no more, then end", self.action_finish)
-        yield SystemCommand("Leave", "Give the unit back and end the node now", self.action_leave)
-        yield SystemCommand("Dark or light", "Change the theme", self.action_shade)
-        yield SystemCommand("Help", "All keys, and what the words mean", self.action_help)
-        yield SystemCommand("Quit", "Close this; the node goes on", self.action_detach)
+        return commands(self)
 
 
 def run(folder: Path, *, light: bool | None = None, ascii: bool | None = None) -> int:
