@@ -18,6 +18,7 @@ import trio
 
 from barnraise.coordinator.core import MAX_FRESH, Core
 from barnraise.coordinator.journal import Write
+from barnraise.coordinator.journal_mark import mark_trouble
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.protocol.cosignature import cosigned_at, node_cosignatures, node_witness, witness_name
 from barnraise.protocol.errors import MalformedError, StorageError
@@ -69,6 +70,8 @@ class LogBelt:
         self._alarm = "" if path is None else _charge(path)
         if self._alarm:
             log.error("%s", self._alarm)
+        if trouble := mark_trouble(core.journal.path):
+            log.warning("%s", trouble)
         self._fresh = trio.Event()
         self._writing = trio.Lock()
         core.listeners.append(self._note)

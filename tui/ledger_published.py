@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
+from barnraise.protocol.ledger import Problem
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.ledger_public import Published, Read
 from barnraise.protocol.log_messages import CHECKPOINT
@@ -64,3 +66,12 @@ def files_of(source: Path) -> tuple[bytes | None, Read]:
 
     note = read(CHECKPOINT) if source.is_dir() else None
     return (None if note is None else note[: MAX_NOTE + 1]), read
+
+
+def look_at_mark(source: Path) -> Iterator[Problem]:
+    """Whether a run folder's count of acknowledged events is whole."""
+    if source.is_dir():
+        from barnraise.coordinator.journal_mark import mark_trouble
+
+        if trouble := mark_trouble(source / "state.sqlite"):
+            yield Problem(None, "file-damaged", trouble)

@@ -21,7 +21,7 @@ from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import process_pool
 from barnraise.protocol.wire import printable
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.ledger_published import files_of, key_of, published_in
+from barnraise.tui.ledger_published import files_of, key_of, look_at_mark, published_in
 from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file
 
 EXAMPLES = examples(
@@ -99,6 +99,7 @@ def verify(
             def also(log: MerkleLog, signed_ms: int) -> Iterator[Problem]:
                 yield from hold_against(published, key, log, signed_ms, held)
                 yield from look_at_files(read, note, key, log)
+                yield from look_at_mark(source)
 
             report = _audit(path, given, also)
     except (MalformedError, SignatureError) as error:
