@@ -60,21 +60,37 @@ class _Pipe:
     def __init__(self, swarm: MemorySwarm, connection: _Connection, source: str, target: str) -> None:
         self._swarm = swarm
         self._connection = connection
+        self.way = (source, target)
         self._link = swarm._link(source, target)
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._held = 0
         self._end_at: float | None = None
         self.reset = False
-        self._changed = trio.Event()
+        # Whoever waits sleeps in a scope of its own, whose deadline is moved to the moment
+        # when there is something for it: one task step for each thing that happens.
+        self._readers: list[trio.CancelScope] = []
+        self._writers: list[trio.CancelScope] = []
 
     def wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        """Have everybody who waits look again now."""
+        now = trio.current_time()
+        for scope in (*self._readers, *self._writers):
+            scope.deadline = now
 
     def finish(self) -> None:
         if self._end_at is None:
             self._end_at = max(trio.current_time(), self._link.free_at) + self._link.latency_s
-            self.wake()
+            self._comes(self._end_at)
+            for scope in self._writers:
+                scope.deadline = trio.current_time()
+
+    def _comes(self, at: float) -> None:
+        for scope in self._readers:
+            scope.deadline = min(scope.deadline, at)
+
+    def use(self, link: _Link) -> None:
+        """From now on it goes over ``link``."""
+        self._link = link
 
     @property
     def over(self) -> bool:
@@ -88,14 +104,18 @@ class _Pipe:
         if self.reset:
             raise PeerError("the stream was reset")
 
-    async def _pause(self, until: float) -> None:
-        changed = self._changed
-        with trio.move_on_at(min(until, self._swarm._expiry(self._connection))):
-            await changed.wait()
+    async def _pause(self, until: float, waiting: list[trio.CancelScope]) -> None:
+        scope = trio.CancelScope(deadline=min(until, self._swarm._expiry(self._connection)))
+        waiting.append(scope)
+        try:
+            with scope:
+                await trio.sleep_forever()
+        finally:
+            waiting.remove(scope)
 
     async def write(self, data: bytes) -> int:
         """Queue ``data`` piece by piece, as the reader's window allows."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()  # the window sees to it that others get their turn
         for start in range(0, len(data), PIECE):
             piece = bytes(data[start : start + PIECE])
             give_up = trio.current_time() + WRITE_TIMEOUT_S
@@ -109,19 +129,22 @@ class _Pipe:
                     self.reset = True
                     self.wake()
                     raise PeerError(f"the peer took nothing for {WRITE_TIMEOUT_S:.0f} s")
-                await self._pause(give_up)
+                await self._pause(give_up, self._writers)
             begin = max(trio.current_time(), self._link.free_at)
             if self._link.bandwidth is not None:
                 begin += len(piece) / self._link.bandwidth
                 self._link.free_at = begin
             self._pieces.append((begin + self._link.latency_s, piece))
             self._held += len(piece)
-            self.wake()
+            self._comes(self._pieces[0][0])
         return len(data)
 
     async def read(self, limit: int) -> bytes:
-        await trio.lowlevel.checkpoint()
+        waited = False
         while True:
+            if not waited and self._due():
+                await trio.lowlevel.checkpoint()
+                waited = True
             self._check()
             now = trio.current_time()
             cut = self._swarm._is_cut(self._connection)
@@ -131,7 +154,8 @@ class _Pipe:
                     self._pieces.appendleft((arrival, piece[limit:]))
                     piece = piece[:limit]
                 self._held -= len(piece)
-                self.wake()
+                for scope in self._writers:
+                    scope.deadline = now
                 return piece
             if not cut and not self._pieces and self._end_at is not None and self._end_at <= now:
                 return b""
@@ -141,7 +165,15 @@ class _Pipe:
                     until = self._pieces[0][0]
                 elif self._end_at is not None:
                     until = self._end_at
-            await self._pause(until)
+            await self._pause(until, self._readers)
+            waited = True
+
+    def _due(self) -> bool:
+        """Whether a reader need not wait: for bytes, for the end, or to hear that it broke."""
+        if self.reset or self._connection.broken:
+            return True
+        at = self._pieces[0][0] if self._pieces else self._end_at
+        return at is not None and at <= trio.current_time()
 
 
 class MemoryStream:
@@ -171,14 +203,14 @@ class MemoryStream:
     async def close(self) -> None:
         """Close our side; the other may go on writing."""
         self._out.finish()
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def reset(self) -> None:
         """Abandon both directions at once."""
         for pipe in (self._in, self._out):
             pipe.reset = True
             pipe.wake()
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
 
 class MemoryNetwork:
@@ -323,6 +355,10 @@ class MemoryNetwork:
             await stream.close()
 
 
+def _place(address: str) -> str:
+    return address.rpartition("/p2p/")[0]
+
+
 async def _hold_open(*, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
     async with trio.open_nursery() as nursery:
         task_status.started(nursery)
@@ -341,6 +377,7 @@ class MemorySwarm:
         self._latency_s = latency_s
         self._bandwidth = bandwidth
         self._hosts: dict[str, MemoryNetwork] = {}
+        self._places: dict[str, MemoryNetwork] = {}
         self._links: dict[tuple[str, str], _Link] = {}
         self._defaults: dict[str, tuple[float | None, float | None]] = {}
         self._cut_since: dict[frozenset[str], float] = {}
@@ -370,7 +407,7 @@ class MemorySwarm:
             handlers: trio.Nursery = await nursery.start(_hold_open)
             host = MemoryNetwork(self, peer_id, handlers, self._count)
             host.dialable = dialable
-            self._hosts[peer_id] = host
+            self._hosts[peer_id] = self._places[_place(host._address)] = host
             try:
                 yield host
             except Exception as error:
@@ -385,8 +422,11 @@ class MemorySwarm:
     def link(self, a: str, b: str, *, latency_s: float, bandwidth: float | None = None) -> None:
         """Set both directions between ``a`` and ``b``."""
         for pair in ((a, b), (b, a)):
-            link = self._link(*pair)
+            link = self._links[pair] = self._link(*pair)
             link.latency_s, link.bandwidth = latency_s, bandwidth
+        for connection in self._between(frozenset((a, b))):
+            for pipe in connection.pipes:
+                pipe.use(self._links[pipe.way])
 
     def partition(self, a: str, b: str) -> None:
         """Lose everything between ``a`` and ``b``; connections break after 45 s unless healed."""
@@ -409,16 +449,16 @@ class MemorySwarm:
         host = self._hosts.pop(peer_id, None)
         if host is None:
             return
-        for connection in list(host._connections.values()):
+        del self._places[_place(host._address)]
+        for other, connection in list(host._connections.items()):
             connection.break_(f"the connection to {peer_id} was lost")
+            there = self._hosts.get(other)
+            if there is not None and there._connections.get(peer_id) is connection:
+                del there._connections[peer_id]
         host._nursery.cancel_scope.cancel()
 
     def _find(self, address: str) -> MemoryNetwork | None:
-        place = address.rpartition("/p2p/")[0]
-        for host in self._hosts.values():
-            if host._address.rpartition("/p2p/")[0] == place:
-                return host
-        return None
+        return self._places.get(_place(address))
 
     def _link(self, source: str, target: str) -> _Link:
         link = self._links.get((source, target))
@@ -430,7 +470,9 @@ class MemorySwarm:
                     latency = max(latency, own_latency)
                 if own_bandwidth is not None:
                     bandwidth = own_bandwidth if bandwidth is None else min(bandwidth, own_bandwidth)
-            link = self._links[(source, target)] = _Link(latency, bandwidth)
+            link = _Link(latency, bandwidth)
+            if bandwidth is not None:  # others are as good as new each time: a thousand hosts make many pairs
+                self._links[(source, target)] = link
         return link
 
     def _between(self, pair: frozenset[str]) -> list[_Connection]:
@@ -448,12 +490,14 @@ class MemorySwarm:
                 pipe.wake()
 
     def _is_cut(self, connection: _Connection) -> bool:
-        return connection.ends in self._cut_since
+        return bool(self._cut_since) and connection.ends in self._cut_since
 
     def _expiry(self, connection: _Connection) -> float:
         since = self._cut_since.get(connection.ends)
         return float("inf") if since is None else since + DEAD_AFTER_S
 
     def _expire(self, connection: _Connection) -> None:
+        if not self._cut_since:
+            return
         if not connection.broken and trio.current_time() >= self._expiry(connection):
             connection.break_(f"no sign of life for {DEAD_AFTER_S:.0f} s: the connection is lost")
