@@ -1,6 +1,6 @@
 """What the ledger costs: appending, proving, checking, verifying, opening.
 
-    python -m benchmarks.ledger [--json] [--entries 1000000] [--appends 20000] [--waiting 256]
+    python -m benchmarks.ledger [--json] [--entries 1000000] [--appends 20000] [--waiting 256] [--parts ...]
 
 ``append_per_s``: entries per second that are durable (through the coordinator's own core: decided, applied,
 hashed, journaled with one fsync per group, acknowledged), with ``waiting`` callers at a time; the verdicts
@@ -8,10 +8,12 @@ among them carry a signed receipt. ``longest_pause_ms``: how long the event loop
 ``prove_ms``, ``check_ms``: an inclusion proof in a log of ``entries``, made, and checked together with its
 tree head's signature (medians). ``verify_entries_per_s_per_core``: a whole ledger file audited in one process
 (read, rules, balances, tree), with a receipt for each verdict; ``ed25519_per_s_per_core``: bare signature
-checks in the same run, by which to judge it. ``open_s``: from stored leaf hashes to a log of ``entries`` that
-can append and prove, its root compared with the last signed tree head; ``replay_s_per_million``: what the
-coordinator does at its start today (events decoded, state folded, leaves hashed), measured on ``appends`` and
-scaled. ``bytes_per_entry``: of the exported file. Nothing but ``replay_s_per_million`` is extrapolated.
+checks in the same run, by which to judge it.
+``open_s``: the coordinator's own start at ``entries`` entries in a fresh process, until it may decide and
+sign, from a snapshot as old as one can get (``benchmarks.starts``); ``replay_s``: the same without one; with
+peak memory of both, and of a start at a tenth of the entries. ``snapshot_pause_ms``: how long the event loop
+stood still while a child made a snapshot (``pause_without_ms``: as long without one).
+``bytes_per_entry``: of the exported file.
 """
 
 from __future__ import annotations
@@ -56,10 +58,13 @@ from barnraise.protocol.merkle import MerkleLog, verify_inclusion
 from barnraise.protocol.messages import Receipt, RolloutLease, Signed, TreeHead, Verdict
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import check_here, claim_of
+from benchmarks.starts import measured
 from tests.coordinator_support import make_run, opened
 
 GOOD = Verdict(accepted=True, check="all", threshold=0.0, value=0.0, position="", message="")
 NODES = 64
+STARTING_NODES = 10_000
+PARTS = ("append", "tree", "verify", "open")
 
 
 def ids(number: int) -> tuple[bytes, bytes]:
@@ -169,15 +174,10 @@ async def appending(folder: Path, appends: int, waiting: int) -> dict[str, Any]:
                     workers.start_soon(work, key)
             seconds = time.perf_counter() - started
             nursery.cancel_scope.cancel()
-        length = journal.length
-        started = time.perf_counter()
-        Core(journal, run.spec, run.run_id, run.identity, core.now_ms)
-        replay = time.perf_counter() - started
         journal.close()
     return {
         "append_per_s": appends // 3 * 3 / seconds,
         "longest_pause_ms": longest * 1e3,
-        "replay_s_per_million": replay / length * 1e6,
     }
 
 
@@ -195,52 +195,67 @@ def proving(log: MerkleLog, leaves: dict[int, bytes], head: Signed, operator: by
     return {"prove_ms": statistics.median(made) * 1e3, "check_ms": statistics.median(checked) * 1e3}
 
 
-def reopened(log: MerkleLog, head: TreeHead) -> float:
-    """Seconds from stored leaf hashes to a log whose root is the last signed one."""
-    stored = log.hashes(0, 0, len(log))
-    started = time.perf_counter()
-    again = _rebuilt(stored)
-    assert again.root() == head.root
-    return time.perf_counter() - started
+def opening(folder: Path, entries: int) -> dict[str, Any]:
+    """The coordinator's start, with all the entries and with a tenth of them."""
+    few = measured(make_run(folder, "few"), entries // 10, STARTING_NODES, replay=False)
+    many = measured(make_run(folder, "many"), entries, STARTING_NODES, replay=True)
+    start = many["start"]
+    return {
+        "open_s": start["seconds"],
+        "open_replayed": start["replayed"],
+        "open_peak_mb": start["peak_rss_mb"],
+        "open_s_at_a_tenth": few["start"]["seconds"],
+        "open_peak_mb_at_a_tenth": few["start"]["peak_rss_mb"],
+        "replay_s": many["replay"]["seconds"],
+        "replay_peak_mb": many["replay"]["peak_rss_mb"],
+        "snapshot_s": start["snapshot_s"],
+        "snapshot_of_all_s": many["snapshot_of_all_s"],
+        "snapshot_bytes": many["snapshot_bytes"],
+        "snapshot_pause_ms": start["snapshot_pause_ms"],
+        "pause_without_ms": start["pause_without_ms"],
+    }
 
 
-def _rebuilt(stored: bytes) -> MerkleLog:
-    """The inner hashes made again, level by level, as an append would have made them."""
-    log = MerkleLog()
-    levels = [bytearray(stored)]
-    sha256 = hashlib.sha256
-    while len(levels[-1]) >= 64:
-        below = levels[-1]
-        level = bytearray()
-        for at in range(0, len(below) - 63, 64):
-            level += sha256(b"\1" + below[at : at + 64]).digest()
-        levels.append(level)
-    log._levels = levels
-    return log
+def tree(folder: Path, entries: int) -> dict[str, Any]:
+    """Proofs in a large log, and its exported file."""
+    with opened(make_run(folder, "tree")) as run:
+        spec, identity = run.signed_spec, run.identity
+    run_id = run_id_of(spec)
+    log, leaves, wanted = MerkleLog(), {}, set(random.Random(1).sample(range(entries), min(entries, 500)))
+    for index, entry in enumerate(story(run_id, entries)):
+        leaf = encode_entry(entry)
+        log.append(leaf)
+        if index in wanted:
+            leaves[index] = leaf
+    signed = sign(TreeHead(run_id=run_id, size=len(log), root=log.root(), issued_at=1), identity)
+    result: dict[str, Any] = proving(log, leaves, signed, identity.public_key)
+    target = folder / "ledger.bin"
+    write_ledger(target, spec, [signed], story(run_id, entries))
+    return result | {"bytes_per_entry": target.stat().st_size / entries}
 
 
-def measure(entries: int, appends: int, waiting: int) -> dict[str, Any]:
-    """Everything, in a scratch folder."""
-    with tempfile.TemporaryDirectory(prefix="barnraise-ledger-bench-") as scratch:
-        folder = Path(scratch)
-        result = trio.run(appending, folder, appends, waiting)
-        with opened(folder / "run") as run:
-            spec, identity = run.signed_spec, run.identity
-        run_id = run_id_of(spec)
-        log, leaves, wanted = MerkleLog(), {}, set(random.Random(1).sample(range(entries), min(entries, 500)))
-        for index, entry in enumerate(story(run_id, entries)):
-            leaf = encode_entry(entry)
-            log.append(leaf)
-            if index in wanted:
-                leaves[index] = leaf
-        head = TreeHead(run_id=run_id, size=len(log), root=log.root(), issued_at=1)
-        signed = sign(head, identity)
-        result |= proving(log, leaves, signed, identity.public_key)
-        result["open_s"] = reopened(log, head)
-        target = folder / "ledger.bin"
-        write_ledger(target, spec, [signed], story(run_id, entries))
-        result["bytes_per_entry"] = target.stat().st_size / entries
-        result |= verifying(folder, spec, identity, run_id, min(entries, 100_000))
+def audited(folder: Path, entries: int) -> dict[str, float]:
+    """The audit of a part, in a run of its own."""
+    with opened(make_run(folder, "audit")) as run:
+        spec, identity = run.signed_spec, run.identity
+    return verifying(folder, spec, identity, run_id_of(spec), min(entries, 100_000))
+
+
+def measure(entries: int, appends: int, waiting: int, parts: list[str]) -> dict[str, Any]:
+    """The parts asked for, in a scratch folder."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        with tempfile.TemporaryDirectory(prefix="barnraise-ledger-bench-") as scratch:
+            folder = Path(scratch)
+            match part:
+                case "append":
+                    result |= trio.run(appending, folder, appends, waiting)
+                case "tree":
+                    result |= tree(folder, entries)
+                case "verify":
+                    result |= audited(folder, entries)
+                case "open":
+                    result |= opening(folder, entries)
     result["conditions"] = {
         "entries": entries,
         "appends": appends,
@@ -248,7 +263,6 @@ def measure(entries: int, appends: int, waiting: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "scratch": tempfile.gettempdir(),
         "load_average": os.getloadavg()[0],
     }
     return result
@@ -305,8 +319,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--waiting", type=int, default=256, help="callers that wait for their append at a time"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which to measure")
     options = parser.parse_args(arguments)
-    result = measure(options.entries, options.appends, options.waiting)
+    result = measure(options.entries, options.appends, options.waiting, options.parts)
     if options.json:
         print(json.dumps(result, indent=1))
         return

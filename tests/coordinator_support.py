@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import trio
-from spec_support import EXACT as VERIFY
 
 from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.core import in_place
@@ -53,6 +52,7 @@ from barnraise.protocol.messages import (
 )
 from barnraise.protocol.session import Session
 from barnraise.protocol.spec import RolloutSpec
+from tests.spec_support import EXACT as VERIFY
 
 R = TypeVar("R", bound=Message)
 
