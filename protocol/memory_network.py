@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,8 +57,11 @@ class _Connection:
 class _Pipe:
     """One direction of one stream: timed pieces in flight, then an end or a reset."""
 
-    def __init__(self, swarm: MemorySwarm, connection: _Connection, source: str, target: str) -> None:
+    def __init__(
+        self, swarm: MemorySwarm, connection: _Connection, source: str, target: str, protocol: str = ""
+    ) -> None:
         self._swarm = swarm
+        self._protocol = protocol
         self._connection = connection
         self.way = (source, target)
         self._link = swarm._link(source, target)
@@ -132,7 +135,9 @@ class _Pipe:
                 await self._pause(give_up, self._writers)
             begin = max(trio.current_time(), self._link.free_at)
             if self._link.bandwidth is not None:
-                begin += len(piece) / self._link.bandwidth
+                weigh = self._swarm.weigh
+                size = len(piece) if weigh is None else weigh(self._protocol, len(piece))
+                begin += size / self._link.bandwidth
                 self._link.free_at = begin
             self._pieces.append((begin + self._link.latency_s, piece))
             self._held += len(piece)
@@ -268,8 +273,8 @@ class MemoryNetwork:
         handler = target._handlers.get(protocol) if target is not None else None
         if target is None or handler is None:
             raise PeerError(f"{peer_id} does not speak {protocol}")
-        there = _Pipe(self._swarm, connection, self._peer_id, peer_id)
-        back = _Pipe(self._swarm, connection, peer_id, self._peer_id)
+        there = _Pipe(self._swarm, connection, self._peer_id, peer_id, protocol)
+        back = _Pipe(self._swarm, connection, peer_id, self._peer_id, protocol)
         connection.pipes = [pipe for pipe in connection.pipes if not pipe.over] + [there, back]
         target._nursery.start_soon(
             target._serve, handler, MemoryStream(target, self._peer_id, there, back), protocol
@@ -371,16 +376,26 @@ class MemorySwarm:
     Args:
         latency_s: one way, in seconds, of every link not set otherwise.
         bandwidth: bytes per second and direction of every link; None is unlimited.
+        weigh: how many bytes a piece of so many bytes on a stream of some protocol counts for on
+            a link with a bandwidth, where a small model stands for a large one.
     """
 
-    def __init__(self, *, latency_s: float = 0.0, bandwidth: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        latency_s: float = 0.0,
+        bandwidth: float | None = None,
+        weigh: Callable[[str, int], float] | None = None,
+    ) -> None:
+        self.weigh = weigh
         self._latency_s = latency_s
         self._bandwidth = bandwidth
         self._hosts: dict[str, MemoryNetwork] = {}
         self._places: dict[str, MemoryNetwork] = {}
         self._links: dict[tuple[str, str], _Link] = {}
-        self._defaults: dict[str, tuple[float | None, float | None]] = {}
+        self._defaults: dict[str, tuple[float | None, float | None, float | None]] = {}
         self._cut_since: dict[frozenset[str], float] = {}
+        self._islands: dict[str, tuple[str, float]] = {}  # those not on the mainland, and since when
         self._count = 0
 
     @asynccontextmanager
@@ -390,9 +405,11 @@ class MemorySwarm:
         *,
         latency_s: float | None = None,
         bandwidth: float | None = None,
+        upload: float | None = None,
         dialable: bool = True,
     ) -> AsyncIterator[MemoryNetwork]:
-        """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line.
+        """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line;
+        ``upload`` where it sends slower than it receives (bytes/s).
 
         One that is not ``dialable`` announces its address as any other, as a program behind
         a home router does, and whoever dials it waits in vain.
@@ -400,7 +417,7 @@ class MemorySwarm:
         """
         if peer_id in self._hosts:
             raise ValueError(f"a host named {peer_id} runs already")
-        self._defaults[peer_id] = (latency_s, bandwidth)
+        self._defaults[peer_id] = (latency_s, bandwidth, upload if upload is not None else bandwidth)
         self._count += 1
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
@@ -441,6 +458,28 @@ class MemorySwarm:
         self._cut_since.pop(pair, None)
         self._wake(pair)
 
+    def move(self, peer_id: str, island: str = "") -> None:
+        """Put a host on an island: nothing crosses between islands (``""`` is the mainland).
+
+        Connections that lead elsewhere break after 45 s unless both ends are together again.
+        """
+        connections = list(self._hosts[peer_id]._connections.values()) if peer_id in self._hosts else []
+        for connection in connections:
+            self._expire(connection)
+        if island:
+            self._islands[peer_id] = (island, trio.current_time())
+        else:
+            self._islands.pop(peer_id, None)
+        for connection in connections:
+            for pipe in connection.pipes:
+                pipe.wake()
+
+    def drop(self, peer_id: str) -> None:
+        """Break a host's connections, as a router that restarts does; they can be opened again."""
+        host = self._hosts.get(peer_id)
+        for other, connection in list(host._connections.items()) if host else ():
+            connection.break_(f"the connection between {peer_id} and {other} was reset")
+
     def crash(self, peer_id: str) -> None:
         """Kill a host: its handlers are cancelled, its connections break, nobody answers.
 
@@ -465,7 +504,8 @@ class MemorySwarm:
         if link is None:
             latency, bandwidth = self._latency_s, self._bandwidth
             for name in (source, target):
-                own_latency, own_bandwidth = self._defaults.get(name, (None, None))
+                own_latency, down, up = self._defaults.get(name, (None, None, None))
+                own_bandwidth = up if name == source else down
                 if own_latency is not None:
                     latency = max(latency, own_latency)
                 if own_bandwidth is not None:
@@ -490,14 +530,25 @@ class MemorySwarm:
                 pipe.wake()
 
     def _is_cut(self, connection: _Connection) -> bool:
-        return bool(self._cut_since) and connection.ends in self._cut_since
+        return self._since(connection) is not None
+
+    def _since(self, connection: _Connection) -> float | None:
+        """Since when its ends do not hear each other; None: they do."""
+        if not self._cut_since and not self._islands:
+            return None
+        cut = self._cut_since.get(connection.ends)
+        if cut is None and self._islands:
+            places = [self._islands[end] for end in connection.ends if end in self._islands]
+            if len(places) == 1 or (len(places) == 2 and places[0][0] != places[1][0]):
+                return max(since for _, since in places)
+        return cut
 
     def _expiry(self, connection: _Connection) -> float:
-        since = self._cut_since.get(connection.ends)
+        since = self._since(connection)
         return float("inf") if since is None else since + DEAD_AFTER_S
 
     def _expire(self, connection: _Connection) -> None:
-        if not self._cut_since:
+        if not self._cut_since and not self._islands:
             return
         if not connection.broken and trio.current_time() >= self._expiry(connection):
             connection.break_(f"no sign of life for {DEAD_AFTER_S:.0f} s: the connection is lost")

@@ -187,3 +187,46 @@ async def test_finished_streams_are_forgotten(autojump_clock: MockClock) -> None
             await stream.close()
             assert await stream.read(1) == b""
         assert len(b._connections["a"].pipes) < 10
+
+
+async def test_islands_hear_themselves_and_nobody_else(autojump_clock: MockClock) -> None:
+    swarm = MemorySwarm()
+    async with pair(swarm) as (_, b), swarm.network("c") as c:
+        c.set_handler(ECHO, echo)
+        await b.connect(c.addresses[0])
+        for name in ("b", "c"):
+            swarm.move(name, "island")
+        stream = await b.open_stream("c", ECHO)
+        await stream.write(b"here")
+        assert await stream.read(10) == b"here"
+        with pytest.raises(PeerError):
+            await b.open_stream("a", ECHO)
+        await trio.sleep(DEAD_AFTER_S)
+        assert b.connected("c") and not b.connected("a")
+        swarm.move("b")
+        assert (await b.open_stream("a", ECHO)).peer_id == "a"
+
+
+async def test_a_dropped_connection_can_be_opened_again(autojump_clock: MockClock) -> None:
+    swarm = MemorySwarm()
+    async with pair(swarm) as (a, b):
+        stream = await b.open_stream("a", ECHO)
+        swarm.drop("b")
+        with pytest.raises(PeerError, match="was reset"):
+            await stream.read(1)
+        await b.connect(a.addresses[0])
+        assert b.connected("a")
+
+
+async def test_a_line_may_send_slower_than_it_receives_and_bytes_may_stand_for_more(
+    autojump_clock: MockClock,
+) -> None:
+    swarm = MemorySwarm(weigh=lambda protocol, size: size * 100.0)
+    async with swarm.network("a") as a, swarm.network("b", bandwidth=1000.0, upload=100.0) as b:
+        a.set_handler(ECHO, echo)
+        await b.connect(a.addresses[0])
+        stream = await b.open_stream("a", ECHO)
+        began = trio.current_time()
+        await stream.write(bytes(10))
+        assert len(await stream.read(100)) == 10
+        assert trio.current_time() - began == pytest.approx(10.0 + 1.0)
