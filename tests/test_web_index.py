@@ -3,6 +3,7 @@
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -188,3 +189,36 @@ async def test_entries_from_before_a_start_show_once_they_are_published(
         page = await web.json("/api/v1/ledger?limit=500")
         assert [entry["index"] for entry in page["entries"]] == list(reversed(range(len(web.core.ledger))))
         assert not web.service.site.index.entries._recent
+
+
+@pytest.mark.parametrize(
+    "error", [sqlite3.OperationalError("disk full"), sqlite3.DatabaseError("bad"), ValueError()]
+)
+async def test_an_index_that_fails_is_an_alarm_of_the_page_alone(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    add, failures = IndexWriter.add, [error, error]
+
+    def failing(self: IndexWriter, *args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        add(self, *args)
+
+    monkeypatch.setattr(IndexWriter, "add", failing)
+    async with website(tmp_path) as web:
+        await web.record(ordinary(web.core.run_id).events)
+        index = web.service.site.index
+        while not index.trouble:
+            await trio.sleep(0.1)
+        web.clock[0] += 1000
+        (alarm,) = (await web.json("/api/v1/run"))["alarms"]
+        assert alarm["part"] == "page"
+        assert (await web.json("/readyz"))["ready"]
+        await web.settled()
+        assert (index.trouble, failures) == ("", [])
+        page = await web.json("/api/v1/ledger?limit=500")
+        assert [entry["index"] for entry in page["entries"]] == list(reversed(range(len(web.core.ledger))))
+        assert (
+            sum(node["accepted"] for node in (await web.json("/api/v1/nodes"))["nodes"])
+            == web.core.state.accepted
+        )

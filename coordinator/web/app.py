@@ -29,7 +29,7 @@ _HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
-    (b"permissions-policy", b"interest-cohort=()"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
 ]
 MAX_QUERY: Final = 4096  # bytes
 
@@ -68,7 +68,8 @@ def _watch_routes(site: Site) -> list[Route]:
         return PlainTextResponse("ok\n", headers={"Cache-Control": "no-store"})
 
     async def readyz(request: Request) -> Response:
-        reasons = [alarm["what"] for alarm in site.glance.view()["alarms"]]
+        alarms = site.glance.view()["alarms"]
+        reasons = [alarm["what"] for alarm in alarms if alarm["part"] != "page"]
         if site.core.state.head < 0:
             reasons.append("no version is published yet")
         status = 503 if reasons else 200

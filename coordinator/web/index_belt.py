@@ -67,23 +67,21 @@ class IndexBelt:
         self._fresh.set()
 
     async def run(self) -> None:
-        """Keep the index up to date, for ever."""
+        """Keep the index up to date, for ever, whatever happens to it."""
+        anew = -RETRY_S  # when it was made anew last
         while True:
             try:
                 await self._keep_up()
-            except (sqlite3.Error, OSError, BarnraiseError) as error:
-                damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(
-                    error, sqlite3.OperationalError
-                )
-                if damaged:
+            except Exception as error:  # the run does not depend on it, and must not end with it
+                self.size = 0
+                if _is_damage(error) and trio.current_time() - anew >= RETRY_S:
                     log.warning("%s is made anew: %s", self._path.name, error)
+                    anew = trio.current_time()
                     await self._core.offload(partial(_delete, self._path))
-                    self.size = 0
-                    self.trouble = ""
-                    await trio.sleep(EVERY_S)
                     continue
                 self.trouble = f"the page's index: {error}"
-                log.warning("%s; trying again in %g s", self.trouble, RETRY_S)
+                known = isinstance(error, sqlite3.Error | OSError | BarnraiseError)
+                log.warning("%s; trying again in %g s", self.trouble, RETRY_S, exc_info=not known)
                 await trio.sleep(RETRY_S)
 
     async def _keep_up(self) -> None:
@@ -180,6 +178,11 @@ def _past_uses(path: Path, start: int, end: int) -> Iterator[Use]:
     for (data,) in rows:
         if any(name in data[:40] for name in _USING):
             yield from uses_of(decode_event(data))
+
+
+def _is_damage(error: Exception) -> bool:
+    """A damaged or foreign file, not a disk that refuses: that is an OperationalError."""
+    return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
 
 
 def _delete(path: Path) -> None:

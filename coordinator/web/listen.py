@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
@@ -74,14 +73,6 @@ def urls_of(listeners: Sequence[trio.SocketListener]) -> list[str]:
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         found.append(f"http://[{local}]:{port}/" if ":" in local else f"http://{local}:{port}/")
     return found
-
-
-def is_public(bind: Bind) -> bool:
-    """Whether others than this machine can reach it."""
-    try:
-        return not ipaddress.ip_address(bind.host).is_loopback
-    except ValueError:
-        return bind.host != "localhost"
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[str, int]]]:

@@ -121,7 +121,7 @@ _RUN = _object(
         ),
         "broadcast": _object(dict.fromkeys(("holding", "live", "bytes_in", "bytes_out"), _COUNT)),
         "ledger": _object(dict.fromkeys(("size", "published", "indexed"), _COUNT)),
-        "alarms": _list(_object({"what": _TEXT, "cure": _TEXT})),
+        "alarms": _list(_object(dict.fromkeys(("part", "what", "cure"), _TEXT))),
     }
 )
 _NODES = _object({"page": _COUNT, "pages": _COUNT, "total": _COUNT, "nodes": _list(_ref("Node"))})

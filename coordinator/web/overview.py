@@ -89,11 +89,11 @@ def overview(core: Core, hub: Hub, flow: Flow, index: IndexBelt, state: dict[str
 
 
 def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) -> list[dict[str, str]]:
-    """What somebody should look at now: what was seen, and where to begin."""
+    """What somebody should look at now: what was seen, where to begin, and which part it is about."""
     found: list[dict[str, str]] = []
 
-    def add(what: str, cure: str) -> None:
-        found.append({"what": without_paths(what, folder), "cure": cure})
+    def add(what: str, cure: str, part: str = "run") -> None:
+        found.append({"part": part, "what": without_paths(what, folder), "cure": cure})
 
     if core.trouble:
         add(core.trouble, "Nothing is accepted until the disk takes writes again.")
@@ -108,9 +108,9 @@ def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) ->
                 add(reason, cure)
     alarm = str((state.get("witnesses") or {}).get("alarm", ""))
     if alarm:
-        add(alarm, "Stop this coordinator until you know which of the two histories is the run's.")
+        add(alarm, "Stop this coordinator until you know which of the two histories is the run's.", "ledger")
     if index.trouble:
-        add(index.trouble, "The run itself goes on; this page may be behind.")
+        add(index.trouble, "The run itself goes on; this page may be behind.", "page")
     return found
 
 

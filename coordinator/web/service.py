@@ -63,6 +63,13 @@ class WebService:
                 nursery.start_soon(self.site.index.run)
                 await self.site.core.offload(self._pages.prepare)
                 if listeners:
-                    nursery.start_soon(serve_http, self.app, list(listeners), limits)
+                    nursery.start_soon(self._serve, list(listeners), limits)
         finally:
             self.site.reader.close()
+
+    async def _serve(self, listeners: list[trio.SocketListener], limits: Limits) -> None:
+        """Without a page the run goes on."""
+        try:
+            await serve_http(self.app, listeners, limits)
+        except* OSError as group:
+            log.error("the page is served no more: %s", group.exceptions[0])
