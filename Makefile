@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := protocol kernels node coordinator simulation tui
 # A strict editable install links files one by one, so a new or removed file means linking again.
-LAYOUT := $(shell find $(SOURCES) -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+LAYOUT := $(shell find $(SOURCES) -type f \( -name '*.py' -o -path '*/web/*' \) ! -name '*.pyc' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 LINKED := $(VENV)/.linked-$(LAYOUT)
 # One thread per numeric library: the suite runs two processes on two cores.
 export OMP_NUM_THREADS ?= 1
@@ -32,6 +32,8 @@ $(VENV)/.dependencies: $(VENV)/.python pyproject.toml setup.cfg constraints.txt
 		--config-settings editable_mode=strict -e '.[dev]'
 	@# Reads our log in a test; works on Python 3.11, although it asks for 3.12.
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -c constraints.txt aics-tlog
+	@# Carries axe-core, by whose rules a test judges the web page; what it would install besides is not needed.
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt axe-playwright-python
 	@rm -f $(VENV)/.linked-*
 	@touch $@
 
