@@ -2,18 +2,19 @@
 
     python -m benchmarks.coordinator [--json] [--nodes 10000] [--bytes 1500] [--in-flight 256] [--rate 200]
 
-Everything of the coordinator is real (sessions and their frames, hub, scheduler, state, ledger, journal with
-its fsyncs on the disk of ``--scratch``, receipts, the ticker), and all of it shares ONE core with the nodes'
-side. Three things stand in: the wire is a queue in memory (what libp2p costs is ``benchmarks.hop``'s business),
-the verifier accepts everything at once (what a model costs is ``benchmarks.verification``'s), and there is no
-learner. The nodes' submissions are built and signed before the clock starts.
+Everything of the coordinator is real (sessions and their frames, hub, scheduler, state, ledger, journal
+with its fsyncs on the disk of ``--scratch``, receipts, the ticker), and all of it shares ONE core with the
+nodes' side. Three things stand in: the wire is a queue in memory (what libp2p costs is ``benchmarks.hop``'s
+business), the verifier accepts everything at once (what a model costs is ``benchmarks.verification``'s),
+and there is no learner. The nodes' submissions are built and signed before the clock starts.
 
 Stages: every node joins; every node asks for a lease and holds it (``leased_nodes``, ``lease_ms``: from the
 request to the signed reply that is on the disk); every node submits, ``--in-flight`` at a time
-(``submissions_per_s``: signature, schema, lease, state, ledger, commit, acknowledgement, while verdicts come and
-take their share; ``judged_per_s``: until the last has its verdict and signed receipt, too; the same by seconds of
-processor time, which other work on the machine does not change); then, with all leases held anew, nodes come at
-random ``--rate`` times a second, submit, and ask again: ``submit_ms`` and ``ask_ms`` under that load.
+(``submissions_per_s``: signature, schema, lease, state, ledger, commit, acknowledgement, while verdicts
+come and take their share; ``judged_per_s``: until the last has its verdict and signed receipt, too; the
+same by seconds of processor time, which other work on the machine does not change); then, with all leases
+held anew, nodes come at random ``--rate`` times a second, submit, and ask again: ``submit_ms`` and
+``ask_ms`` under that load.
 """
 
 from __future__ import annotations
