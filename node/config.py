@@ -71,6 +71,9 @@ class NodeConfig:
         background: print nothing; a person is asked through the control socket alone.
         after_crash: what to tell about the crash that this start follows.
         heartbeat_s: seconds between heartbeats.
+        gossip_s: seconds between shuffles of the broadcast tree's views, while they change.
+        witness_s: seconds, about, between looks at the ledger's newest head.
+        look_s: seconds between looks at what nothing tells of (room on the disk, a machine that slept).
         tree: whether to take part in the broadcast tree; without it weights come from peers one by one.
     """
 
@@ -91,6 +94,9 @@ class NodeConfig:
     background: bool = False
     after_crash: str = ""
     heartbeat_s: float = 5.0
+    gossip_s: float = 10.0
+    witness_s: float = 60.0
+    look_s: float = 5.0
     tree: bool = True
 
     @property

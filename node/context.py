@@ -152,6 +152,7 @@ class Context:
             setattr(self.facts, name, int(getattr(self.network, name, 0)))
         if self.treecast is not None:
             self.facts.tree = tree_state(self.treecast.gossiper, trio.current_time())
+        self.limits.count(self.network, self.clock.wall_ms())
         self.facts.limits = self.limits.tree(self.clock.wall_ms())
         self.facts.consent = self.consent.open
         tree = state_tree(self.state, self.facts, trio.current_time(), self.clock.wall_ms())

@@ -155,6 +155,7 @@ class NodeHandle:
             self._ctx.say(text)
         finally:  # what could not be written holds all the same
             await guard.look(self._ctx)
+            self._ctx.wake.set()  # caps may be others now
         limits = self._ctx.limits.tree(self._ctx.clock.wall_ms())
         return {"ok": True, "text": text, "limits": limits}
 
@@ -356,7 +357,8 @@ async def _count_traffic(ctx: Context) -> None:
         ctx.limits.count(ctx.network, ctx.clock.wall_ms())
         guard.hold(ctx)
         _save_traffic(ctx)
-        await trio.sleep(COUNT_EVERY_S)
+        # Without a quota nothing hangs on the count, and whoever looks at it counts first.
+        await trio.sleep(ctx.config.look_s if ctx.limits.quota.limit is None else COUNT_EVERY_S)
 
 
 async def _tidy_units(ctx: Context) -> None:

@@ -36,7 +36,7 @@ async def watch(ctx: Context) -> None:
         if ended:
             ctx.say(ended)
         await look(ctx)
-        await trio.sleep(BLIND_POLL_S if ctx.sensors is None else POLL_S)
+        await trio.sleep(max(BLIND_POLL_S, ctx.config.look_s) if ctx.sensors is None else POLL_S)
 
 
 async def _read(ctx: Context, sensors: Sensors) -> Seen:

@@ -23,6 +23,7 @@ from barnraise.protocol.opening import check_opening
 from barnraise.protocol.pretrain import last_block_version
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
+from barnraise.protocol.views import ViewConfig
 from barnraise.protocol.wire import printable
 
 _LOOK_S = 1.0
@@ -62,6 +63,7 @@ def plant(ctx: Context, beside: SwarmFetcher, believe: Callable[[Signed], None])
         check_opening=lambda opening: check_opening(opening, run.spec, run.run_id),
         on_report=report,
         on_change=ctx.changed.set,
+        views=ViewConfig(shuffle_period=ctx.config.gossip_s),
         known=load_contacts(ctx.config.run_path(run.run_id)),
         down=ctx.limits.down,
     )
@@ -110,7 +112,8 @@ async def take_part(ctx: Context) -> None:
                 gossiper.serve(slots)
             if slots == 0 and ctx.prefetch is not None and not ctx.state.may_transfer:
                 ctx.prefetch.stop()
-            await trio.sleep(_LOOK_S)
+            with trio.move_on_after(ctx.config.look_s):
+                await ctx.wake.wait()
 
 
 def _idle(ctx: Context) -> bool:

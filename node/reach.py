@@ -36,7 +36,8 @@ async def watch(ctx: Context) -> None:
     while True:
         now = trio.current_time()
         if ctx.session is None or not ctx.coordinator:
-            await trio.sleep(LOOK_S / 4)
+            with trio.move_on_after(LOOK_S):
+                await ctx.wake.wait()
             continue
         if ctx.session is not session or now >= due:
             session = ctx.session
@@ -54,7 +55,11 @@ async def watch(ctx: Context) -> None:
             told = ctx.facts.reach.kind
             with suppress(BarnraiseError):
                 await ask_reach(ctx.network, ctx.coordinator, told, tell_only=True)
-        await trio.sleep(LOOK_S)
+        if ctx.network.detours is not None:  # what they did lately changes how we are reached
+            await trio.sleep(LOOK_S)
+            continue
+        with trio.move_on_at(due):
+            await ctx.wake.wait()
 
 
 async def _ask(ctx: Context) -> tuple[Reach, bool]:

@@ -11,6 +11,7 @@ import logging
 
 import trio
 
+from barnraise.node import guard
 from barnraise.node.context import Context
 from barnraise.node.needs import free_disk
 from barnraise.node.rules import Suspension
@@ -18,7 +19,6 @@ from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.shards import off_loop
 
-LOOK_S = 5.0
 LEAST = 32 * 2**20  # bytes; a download leaves more than this free (barnraise.protocol.store)
 ENOUGH = 48 * 2**20  # and with so many work goes on
 _RECEIPT = 64 * 1024  # what a receipt may need
@@ -28,7 +28,7 @@ async def watch(ctx: Context) -> None:
     """Look every few seconds until cancelled."""
     while True:
         await look(ctx)
-        await trio.sleep(LOOK_S)
+        await trio.sleep(ctx.config.look_s)
 
 
 async def look(ctx: Context) -> None:
@@ -43,6 +43,8 @@ async def look(ctx: Context) -> None:
         ctx.say(f"the disk is full: {reason}; {ctx.full.cure}", logging.ERROR)
     if before is not None and ctx.full is None:
         ctx.say("there is room on the disk again")
+    if ctx.full != before:
+        guard.hold(ctx)
 
 
 async def _missing(ctx: Context) -> str:

@@ -36,10 +36,10 @@ def sleep_clock() -> SleepClock | None:
 
 
 async def watch(ctx: Context, asleep: SleepClock | None) -> None:
-    """Look every second until cancelled. ``asleep`` as from ``sleep_clock``."""
+    """Look until cancelled: every second if ``asleep`` (as from ``sleep_clock``) tells more than our delay."""
     before = 0.0 if asleep is None else asleep()
     while True:
-        due = trio.current_time() + LOOK_S
+        due = trio.current_time() + (ctx.config.look_s if asleep is None else LOOK_S)
         await trio.sleep_until(due)
         late = max(0.0, trio.current_time() - due)  # our own clock ran on
         now = before if asleep is None else asleep()

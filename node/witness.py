@@ -22,6 +22,7 @@ from typing import Any
 
 import trio
 
+from barnraise.node import guard
 from barnraise.node.context import Context
 from barnraise.node.distrust import hold_back
 from barnraise.node.remembered import read_run
@@ -39,7 +40,6 @@ from barnraise.protocol.wire import printable
 from barnraise.protocol.witness import Conflict, Unproven, judge
 from barnraise.protocol.witness_store import WitnessStore
 
-EVERY_S = 60.0
 PEERS = 3  # asked each time
 ACCUSE_EVERY_S = 10.0
 ACCUSED_AT_ONCE = 8  # peers told in one round
@@ -255,6 +255,7 @@ async def watch(ctx: Context) -> None:
         ctx.changed.set()
         if witness.evidence is not None:
             hold_back(ctx, folder / "witness", witness.evidence)
+            guard.hold(ctx)
             caught.set()
 
     async def read(path: str) -> bytes | None:
@@ -274,7 +275,7 @@ async def watch(ctx: Context) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_spread, ctx, witness, caught)
         while True:
-            await _doze(rng)
+            await _doze(rng, ctx.config.witness_s)
             if ctx.session is None or not ctx.coordinator:
                 continue
             await _ask(ctx, witness, ctx.coordinator)
@@ -349,8 +350,8 @@ async def _spread(ctx: Context, witness: Witness, caught: trio.Event) -> None:
         await trio.sleep(ACCUSE_EVERY_S)
 
 
-async def _doze(rng: random.Random) -> None:
-    await trio.sleep(EVERY_S * rng.uniform(0.75, 1.25))
+async def _doze(rng: random.Random, seconds: float) -> None:
+    await trio.sleep(seconds * rng.uniform(0.75, 1.25))
 
 
 async def _ask(ctx: Context, witness: Witness, peer_id: str) -> None:

@@ -295,12 +295,15 @@ class Gossiper:
             if inbound != transfer.config.inbound:
                 config = replace(transfer.config, inbound=inbound)
                 self.do(self.core.reconfigure(config, trio.current_time()))
-            await trio.sleep(CAP_S)
+            if down.rate is None:
+                await down.pause(math.inf)
+            else:
+                await trio.sleep(CAP_S)
 
     async def _sweep(self) -> None:
         """End links that are nobody's: strangers who say nothing, leftovers of a hang-up."""
         while True:
-            await trio.sleep(SWEEP_S)
+            await trio.sleep(max(SWEEP_S, self.core.views.config.shuffle_period / 2))
             now = trio.current_time()
             for link in list(self.links.values()):
                 if not self._needed(link.peer_id) and now - link.since > STRANGER_S:

@@ -135,23 +135,22 @@ class _Outbox:
         self._stream = stream
         self._frames = frames
         self._bytes = 0
-        self._waiting: deque[tuple[bytes, trio.Event]] = deque()
+        self._waiting: deque[tuple[bytes, Callable[[], None] | None]] = deque()
         self._filled = trio.Event()
 
-    def put(self, message: Message) -> trio.Event | None:
-        """Queue ``message``; the event is set once it has left. None: the box is full.
+    def put(self, message: Message, left: Callable[[], None] | None = None) -> bool:
+        """Queue ``message``; ``left`` is called once it has left. False: the box is full.
 
         Raises:
             MalformedError: our own message is larger than its type's limit.
         """
         data = frame(message)
         if len(self._waiting) >= self._frames or self._bytes > MAX_OUTBOX_BYTES:
-            return None
-        left = trio.Event()
+            return False
         self._waiting.append((data, left))
         self._bytes += len(data)
         self._filled.set()
-        return left
+        return True
 
     async def write(self) -> None:
         """Write what is queued, for ever, until the stream breaks."""
@@ -161,7 +160,8 @@ class _Outbox:
                 await self._stream.write(data)
                 self._waiting.popleft()
                 self._bytes -= len(data)
-                left.set()
+                if left is not None:
+                    left()
             self._filled = trio.Event()
             await self._filled.wait()
 
@@ -244,21 +244,15 @@ class Session:
         try:
             if self._ended.is_set():
                 raise PeerError(f"no session for {what}: {self.reason}")
-            left = self._outbox.put(message)
-            if left is None:
-                raise PeerError(f"{self.peer_id} does not read: too much waits to be sent before {what}")
             answer: Message | None = None
-            lost = False  # raised below: beside a cancellation, ``except*`` would wrap it in a group
             with trio.move_on_after(MESSAGE_TIMEOUT_S) as scope:
+                if not self._outbox.put(message, partial(_limit, seconds, scope)):
+                    raise PeerError(f"{self.peer_id} does not read: too much waits to be sent before {what}")
                 try:
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(_limit, left, seconds, scope)
-                        answer = await receive.receive()
-                        nursery.cancel_scope.cancel()
-                except* trio.EndOfChannel:
-                    lost = True
-            if lost:
-                raise PeerError(f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}")
+                    answer = await receive.receive()
+                except trio.EndOfChannel:
+                    reason = f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}"
+                    raise PeerError(reason) from None
             if answer is None:
                 raise PeerError(f"{self.peer_id} did not answer {what} within {seconds:g} s")
             if isinstance(answer, Refusal):
@@ -373,7 +367,7 @@ class ServerSession:
         """
         if self.reason:
             return False
-        if self._outbox.put(message) is None:
+        if not self._outbox.put(message):
             self.close("the node does not read what it is sent")
             return False
         return True
@@ -422,8 +416,7 @@ class ServerSession:
             self.push(Refusal(id=_id(message), code="internal-error", message=str(error)[:500]))
 
 
-async def _limit(left: trio.Event, seconds: float, scope: trio.CancelScope) -> None:
-    await left.wait()
+def _limit(seconds: float, scope: trio.CancelScope) -> None:
     scope.deadline = min(scope.deadline, trio.current_time() + seconds)
 
 
