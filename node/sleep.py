@@ -36,7 +36,7 @@ def sleep_clock() -> SleepClock | None:
 
 
 async def watch(ctx: Context, asleep: SleepClock | None) -> None:
-    """Look until cancelled: every second if ``asleep`` (as from ``sleep_clock``) tells more than our delay."""
+    """Look until cancelled: each second if ``asleep`` (as from ``sleep_clock``) tells more than our delay."""
     before = 0.0 if asleep is None else asleep()
     while True:
         due = trio.current_time() + (ctx.config.look_s if asleep is None else LOOK_S)
