@@ -407,12 +407,14 @@ class MemorySwarm:
         bandwidth: float | None = None,
         upload: float | None = None,
         dialable: bool = True,
+        number: int | None = None,
     ) -> AsyncIterator[MemoryNetwork]:
         """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line;
         ``upload`` where it sends slower than it receives (bytes/s).
 
         One that is not ``dialable`` announces its address as any other, as a program behind
         a home router does, and whoever dials it waits in vain.
+        ``number``: in its address, where that is to be one of an earlier life; a new one by default.
         A link's latency is the larger of its two ends', its bandwidth the smaller.
         """
         if peer_id in self._hosts:
@@ -422,7 +424,7 @@ class MemorySwarm:
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             handlers: trio.Nursery = await nursery.start(_hold_open)
-            host = MemoryNetwork(self, peer_id, handlers, self._count)
+            host = MemoryNetwork(self, peer_id, handlers, self._count if number is None else number)
             host.dialable = dialable
             self._hosts[peer_id] = self._places[_place(host._address)] = host
             try:

@@ -29,6 +29,7 @@ from barnraise.coordinator.workers import (
 from barnraise.node.engine import EngineInfo, Generated, Progress, Work
 from barnraise.protocol.errors import ChildError, RunFolderError
 from barnraise.protocol.manifest import WEIGHTS_FILE
+from barnraise.protocol.messages import Rollout
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import RunSpec
 from barnraise.simulation import standin
@@ -202,10 +203,14 @@ class StandInEngine:
             await trio.sleep(seconds / self.steps)
             done = total * step // self.steps
             progress(Progress(completions=done, tokens=done * length))
-        made = standin.rollouts(
-            self.policy, work.run_id, work.lease_id, work.node, work.prompts, work.group_size, length
-        )
+        made = self.make(self.policy, work, length)
         return Generated(rollouts=made, seconds=seconds, tokens=total * length)
+
+    def make(self, policy: Policy, work: Work, length: int) -> tuple[Rollout, ...]:
+        """The unit's rollouts; what an engine that cheats replaces."""
+        return standin.rollouts(
+            policy, work.run_id, work.lease_id, work.node, work.prompts, work.group_size, length
+        )
 
     async def close(self) -> None:
         """See ``Engine.close``."""

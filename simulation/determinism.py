@@ -1,0 +1,58 @@
+"""One order of events for one seed: trio's scheduling seeded, no threads, no wall clock.
+
+What runs between two moments of virtual time is a batch of tasks, which trio shuffles. Here
+the batch is sorted by the order in which the tasks were born and shuffled by a seeded
+generator (the switch that Hypothesis uses, ``trio._core._run``). Blocking calls that would go
+to a worker thread run in place: a clock in virtual time does not wait for threads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import trio
+import trio.testing
+from trio._core import _run
+
+T = TypeVar("T")
+
+START_MS = 1_700_000_000_000  # what the wall clock shows as a simulation begins
+
+
+def virtual_ms() -> int:
+    """The simulated wall clock, ms since the Unix epoch. Only inside of ``run_virtual``."""
+    return START_MS + round(trio.current_time() * 1000)
+
+
+def drawn(seed: int, purpose: str, name: str = "") -> random.Random:
+    """A generator of its own for each purpose and name: one more draw here moves nothing elsewhere."""
+    return random.Random(f"{seed}/{purpose}/{name}")  # seeded by SHA-512 of the text, not by hash()
+
+
+async def _in_place(function: Callable[..., T], *arguments: Any, **_options: Any) -> T:
+    await trio.lowlevel.checkpoint()
+    return function(*arguments)
+
+
+@contextmanager
+def deterministic(seed: int) -> Iterator[None]:
+    """Make trio's scheduling in this process follow from ``seed``; restores what was before."""
+    switches: Any = _run
+    before = switches._ALLOW_DETERMINISTIC_SCHEDULING, _run._r, trio.to_thread.run_sync
+    threads: Any = trio.to_thread
+    switches._ALLOW_DETERMINISTIC_SCHEDULING = True
+    switches._r = drawn(seed, "scheduling")
+    threads.run_sync = _in_place
+    try:
+        yield
+    finally:
+        switches._ALLOW_DETERMINISTIC_SCHEDULING, switches._r, threads.run_sync = before
+
+
+def run_virtual(seed: int, main: Callable[[], Awaitable[T]]) -> T:
+    """Run ``main`` in virtual time (it begins at 0 s and jumps whenever everybody waits)."""
+    with deterministic(seed):
+        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -1,0 +1,186 @@
+"""The operator's side of a simulated swarm: one run folder, and one coordinator after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+from msgspec import structs
+
+from barnraise.coordinator.audit import Pressure
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob
+from barnraise.coordinator.checks import default_verify_spec
+from barnraise.coordinator.core import Core, in_place
+from barnraise.coordinator.folder import Run, Settings, create_run, open_run
+from barnraise.coordinator.hub import Hub
+from barnraise.coordinator.presets import demo
+from barnraise.coordinator.server import run_coordinator
+from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
+from barnraise.protocol.memory_network import MemorySwarm
+from barnraise.simulation import standin
+from barnraise.simulation.determinism import drawn, virtual_ms
+from barnraise.simulation.noting import Noting
+from barnraise.simulation.scenario import Scenario
+from barnraise.simulation.traits import identity_of
+from barnraise.simulation.workers import StandInLearner, StandInVerifier
+
+_NUMBER = 1_000_000  # in the coordinator's address, whichever life it is in
+
+
+class Headquarters:
+    """The run and whoever serves it.
+
+    Attributes:
+        core: state, ledger and journal of the live coordinator; None while there is none.
+        hub: its sessions. ``state``: gives its state tree.
+        run: as opened last.
+        jobs: every training job, over all lives, in order; a job cut short by a crash comes again.
+        lives: how many coordinators there have been.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        folder: Path,
+        memory: MemorySwarm,
+        nursery: trio.Nursery,
+        noting: Noting,
+        died: Callable[[str, Exception], None],
+    ) -> None:
+        self.core: Core | None = None
+        self.hub: Hub | None = None
+        self.state: Callable[[], dict[str, Any]] | None = None
+        self.run: Run | None = None
+        self.jobs: list[TrainJob] = []
+        self.lives = 0
+        self.skew_s = 0.0
+        self.identity = identity_of(seed, "operator")
+        self.folder = folder
+        self.address = f"/memory/{_NUMBER}/p2p/{self.identity.peer_id}"
+        self._scenario, self._seed, self._memory = scenario, seed, memory
+        self._nursery, self._noting, self._died = nursery, noting, died
+        self._scope = trio.CancelScope()
+        self._gone = trio.Event()
+
+    def now_ms(self) -> int:
+        """The coordinator's wall clock."""
+        return virtual_ms() + round(self.skew_s * 1000)
+
+    async def start(self) -> None:
+        """Serve the run, which is made at the first call; returns once nodes may come."""
+        if not self.folder.exists():
+            self._create()
+        self.lives += 1
+        self._scope, self._gone = trio.CancelScope(), trio.Event()
+        await self._nursery.start(self._serve, self._scope, self._gone)
+
+    async def crash(self) -> None:
+        """Kill the live coordinator; returns when nothing of it is left but what was on the disk."""
+        snapshots = self.folder / "snapshots"
+        before = set(snapshots.iterdir()) if snapshots.is_dir() else set()
+        self._memory.crash(self.identity.peer_id)
+        self._scope.cancel()
+        await self._gone.wait()
+        for path in set(snapshots.iterdir()) - before if snapshots.is_dir() else ():
+            path.unlink()  # a clean stop makes one, a killed process does not
+
+    def _create(self) -> None:
+        model = self.folder.with_name("model")
+        standin.write_model(model, self._scenario.swarm.model_bytes, self._seed)
+        create_run(
+            *(self.folder, model, settings(self._scenario), default_verify_spec("float32")),
+            name=self._scenario.name,
+            description="",
+            model_name="standin",
+            seed=self._seed,
+            now_ms=self.now_ms(),
+            identity=self.identity,
+        )
+
+    async def _serve(
+        self, scope: trio.CancelScope, gone: trio.Event, task_status: Any = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        work = self._scenario.work
+        try:
+            with scope, open_run(self.folder) as run:
+                self.run = run
+                setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path), threads=1)
+                peer_id = run.identity.peer_id
+                async with self._memory.network(peer_id, number=_NUMBER) as network:
+                    await run_coordinator(
+                        *(run, network),
+                        _Verifiers(setup, work.verify_s, work.verifiers),
+                        _Learner(setup, work.learn_s, self.jobs),
+                        now_ms=self.now_ms,
+                        rng=drawn(self._seed, "coordinator", str(self.lives)),
+                        offload=in_place,
+                        announce=lambda line: None,
+                        control=False,
+                        shard_size=self._scenario.swarm.shard_bytes,
+                        pressure=Pressure(),
+                        task_status=_Opened(self, task_status),
+                    )
+        except Exception as error:
+            self._died("coordinator", error)
+        finally:
+            self.core = self.hub = self.state = None
+            gone.set()
+
+    def _opened(self, state: Any) -> None:
+        self.state = state
+        self.core, self.hub = state.args[0], state.args[1]  # it is partial(state_tree, core, hub, ...)
+        self.core.listeners.append(self._noting.hear)
+
+
+class _Opened:
+    """trio's task status: the listener is there before the first event."""
+
+    def __init__(self, headquarters: Headquarters, task_status: Any) -> None:
+        self._headquarters, self._task_status = headquarters, task_status
+
+    def started(self, state: Callable[[], dict[str, Any]], /) -> None:
+        self._headquarters._opened(state)
+        self._task_status.started()
+
+
+class _Verifiers(StandInVerifier):
+    def __init__(self, setup: WorkerSetup, seconds: float, slots: int) -> None:
+        super().__init__(setup, seconds)
+        self.slots = slots
+
+
+class _Learner(StandInLearner):
+    def __init__(self, setup: WorkerSetup, seconds: float, jobs: list[TrainJob]) -> None:
+        super().__init__(setup, seconds)
+        self._jobs = jobs
+
+    async def train(self, job: TrainJob | RoundJob | RecombineJob) -> Trained:
+        if isinstance(job, TrainJob):
+            self._jobs.append(job)
+        return await super().train(job)
+
+
+def settings(scenario: Scenario) -> Settings:
+    """What the run's spec is made of."""
+    work, base = scenario.work, demo()
+    groups = max(1, round(scenario.swarm.nodes * work.units_per_version * work.prompts))
+    return replace(
+        base,
+        sampling=structs.replace(base.sampling, max_new_tokens=work.tokens),
+        rollout=structs.replace(
+            base.rollout,
+            prompts_per_unit=work.prompts,
+            group_size=work.group_size,
+            groups_per_version=min(groups, 65_536),
+            max_groups_per_version=min(2 * groups, 65_536),
+            max_lag=work.max_lag,
+            versions=work.versions,
+            timeout_s=work.timeout_s,
+            deadline_s=work.deadline_s,
+        ),
+        weights_dtype="bfloat16",
+    )

@@ -1,0 +1,491 @@
+"""One swarm in virtual time: the real coordinator and the real nodes, and the hand that disturbs them.
+
+``run_node`` and ``run_coordinator`` are what a volunteer and an operator run. Stand-ins are only
+the wire (``MemorySwarm``), the model (``standin``, ``workers``) and the clock. Everything that
+happens is written to ``World.log``. Use it inside of ``determinism.run_virtual``:
+
+    async with open_world(scenario, seed, folder, log) as world:
+        await world.join("n0")
+        await world.advance(600)
+        world.crash("n0")
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from barnraise.coordinator.core import Core
+from barnraise.coordinator.folder import Run
+from barnraise.coordinator.hub import Hub
+from barnraise.node.config import NodeConfig
+from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.engine import Engine
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.memory_network import DEAD_AFTER_S, MemoryNetwork, MemorySwarm
+from barnraise.protocol.messages import SHARD_PROTOCOL
+from barnraise.protocol.tree_messages import BULK_PROTOCOL
+from barnraise.simulation import full_disk
+from barnraise.simulation.cheats import make_engine
+from barnraise.simulation.corrupt import CorruptingNetwork
+from barnraise.simulation.determinism import drawn, virtual_ms
+from barnraise.simulation.event_log import EventLog
+from barnraise.simulation.freeze import Freezer
+from barnraise.simulation.headquarters import Headquarters
+from barnraise.simulation.noting import Noting
+from barnraise.simulation.scenario import Scenario
+from barnraise.simulation.traits import Traits, draw_traits, identity_of, usable_rate
+from barnraise.simulation.watched import WatchedEngine
+
+LEAVE_S = 120.0  # a goodbye that takes longer becomes a crash
+RESET_LOSS_S = 20.0  # over the loss: how often a line's connections break; 1 %: every 2000 s
+_BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
+_CONTROL = 256  # bytes: what is smaller than this on a bulk stream asks or answers, and weighs itself
+
+
+@dataclass(eq=False)
+class Node:
+    """One volunteer, through all of its lives.
+
+    Attributes:
+        live: whether its daemon runs (it may be frozen, or cut off).
+        lives: how often it was started.
+        code: how the last daemon ended by itself; None while it runs, or after a crash.
+    """
+
+    name: str
+    identity: Identity
+    traits: Traits
+    config: NodeConfig
+    make: Callable[[random.Random], Engine]
+    skew_s: float
+    lives: int = 0
+    code: int | None = None
+    handle: NodeHandle | None = None
+    network: MemoryNetwork | None = None
+    engine: WatchedEngine | None = None
+    scope: trio.CancelScope | None = None
+    task: trio.lowlevel.Task | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def live(self) -> bool:
+        return self.scope is not None and not self.ended.is_set()
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def key(self) -> bytes:
+        return self.identity.public_key
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The node's state tree. Raises LookupError while it is down."""
+        if self.handle is None:
+            raise LookupError(f"{self.name} is not running")
+        return self.handle.get_state()
+
+
+class World:
+    """See the module. Every method that changes something writes an event of that name.
+
+    Attributes:
+        nodes: everybody who ever joined, by name.
+        memory: the network between them.
+        coordinator: the operator's side: ``core``, ``hub``, ``jobs`` of the learner (``Headquarters``).
+        deaths: daemons and coordinators that ended by an exception, which is always a defect.
+    """
+
+    def __init__(
+        self, scenario: Scenario, seed: int, folder: Path, log: EventLog, nursery: trio.Nursery
+    ) -> None:
+        self.scenario, self.seed, self.folder, self.log = scenario, seed, folder, log
+        self.nodes: dict[str, Node] = {}
+        self.deaths: list[str] = []
+        self.last_error: Exception | None = None
+        swarm = scenario.swarm
+        factor = swarm.stands_for_bytes / swarm.model_bytes if swarm.stands_for_bytes else 1.0
+        self.memory = MemorySwarm(
+            latency_s=swarm.latency_ms / 1000,
+            weigh=lambda protocol, size: size * factor if protocol in _BULK and size >= _CONTROL else size,
+        )
+        self.freezer = Freezer()
+        self._nursery = nursery
+        self._closing: list[Callable[[], None]] = []
+        self._names: dict[bytes, str] = {}
+        noting = Noting(log, lambda key: self._names.get(key, key.hex()[:8]))
+        self.coordinator = Headquarters(
+            scenario, seed, folder / "run", self.memory, nursery, noting, self._died
+        )
+
+    @property
+    def core(self) -> Core | None:
+        """State, ledger and journal of the live coordinator; None while it is down."""
+        return self.coordinator.core
+
+    @property
+    def hub(self) -> Hub | None:
+        """The live coordinator's sessions."""
+        return self.coordinator.hub
+
+    @property
+    def run(self) -> Run:
+        """The run, as opened last."""
+        assert self.coordinator.run is not None
+        return self.coordinator.run
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return trio.current_time()
+
+    @property
+    def live(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.live]
+
+    @property
+    def head(self) -> int:
+        """The newest published version, as far as the live coordinator knows; -1 without one."""
+        return -1 if self.core is None else self.core.state.head
+
+    def listen_to_nodes(self) -> None:
+        """From now on, what every node and the coordinator say goes into the event log, too."""
+        handler = _Lines(self)
+        logger = logging.getLogger("barnraise")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        self._closing.append(lambda: logger.removeHandler(handler))
+
+    def _speaker(self) -> str:
+        task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        by_task = {node.task: node.name for node in self.nodes.values() if node.live}
+        while task is not None:
+            if task in by_task:
+                return by_task[task]
+            task = None if task.parent_nursery is None else task.parent_nursery.parent_task
+        return "coordinator"
+
+    def close(self) -> None:
+        """Give back what this world had of the process: full disks, frozen tasks, the logger."""
+        for node in self.nodes.values():
+            full_disk.clear(node.config.data)
+            if node.task is not None:
+                self.freezer.thaw(node.task)
+        for close in self._closing:
+            close()
+
+    # --- time
+
+    async def advance(self, seconds: float) -> None:
+        """Let so much virtual time go by."""
+        await trio.sleep(seconds)
+
+    async def until(
+        self, reached: Callable[[], bool], patience_s: float = 3600.0, every_s: float = 1.0
+    ) -> None:
+        """Wait for a condition, looked at every ``every_s``. Raises TimeoutError (virtual seconds)."""
+        deadline = self.now + patience_s
+        while not reached():
+            if self.now >= deadline:
+                raise TimeoutError(f"not reached within {patience_s:g} virtual seconds")
+            await trio.sleep(every_s)
+
+    # --- nodes
+
+    async def join(
+        self,
+        name: str,
+        *,
+        engine: Callable[[random.Random], Engine] | None = None,
+        disk_bytes: int = 0,
+        **traits: Any,
+    ) -> Node:
+        """A node comes for the first time.
+
+        ``traits`` replace what the scenario draws for it (see ``Traits``); ``engine`` makes its
+        engine from a generator; ``disk_bytes`` is its quota.
+        """
+        if name in self.nodes:
+            raise ValueError(f"{name} has joined before: rejoin({name!r}) starts it again")
+        its = replace(draw_traits(self.scenario, self.seed, name), **traits)
+        data = self.folder / "nodes" / name
+        config = NodeConfig(
+            address=self.coordinator.address,
+            data=data,
+            key=data / "node.key",
+            name=name,
+            exit_when_complete=True,
+            assume_yes=True,
+            heartbeat_s=self.scenario.swarm.heartbeat_s,
+            tree=self.scenario.swarm.tree,
+            disk_bytes=disk_bytes,
+        )
+        make = engine or partial(make_engine, its, self.scenario)
+        node = Node(name, identity_of(self.seed, name), its, config, make, its.skew_s)
+        self.nodes[name] = node
+        self._names[node.key] = name
+        await self._start(node)
+        return node
+
+    async def rejoin(self, name: str) -> Node:
+        """It comes back with the same key and folder."""
+        node = self.nodes[name]
+        if node.live:
+            raise ValueError(f"{name} is running")
+        await self._start(node)
+        return node
+
+    async def _start(self, node: Node) -> None:
+        node.lives += 1
+        node.code, node.ended, node.scope = None, trio.Event(), trio.CancelScope()
+        its = node.traits
+        self.log.note(
+            "join",
+            node=node.name,
+            life=node.lives,
+            cheat=its.cheat or None,
+            nat=None if its.dialable else True,
+            corrupt=its.corrupt or None,
+        )
+        await self._nursery.start(self._live, node, node.scope, node.ended)
+
+    async def _live(
+        self,
+        node: Node,
+        scope: trio.CancelScope,
+        ended: trio.Event,
+        task_status: Any = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        rng = drawn(self.seed, f"life {node.lives}", node.name)
+        line = node.traits.line
+        options: dict[str, Any] = {"dialable": node.traits.dialable}
+        if line is not None:
+            options |= {
+                "latency_s": line.latency_ms / 1000,
+                "bandwidth": usable_rate(line.down_mbit, line),
+                "upload": usable_rate(line.up_mbit, line),
+            }
+        node.task = trio.lowlevel.current_task()
+        node.engine = WatchedEngine(node.make(rng), node.name, self.log)
+        begun = _Begun(node, task_status)
+        code: int | None = None
+        try:
+            with scope:
+                async with (
+                    self.memory.network(node.peer_id, **options) as network,
+                    trio.open_nursery() as side,
+                ):
+                    node.network = network
+                    if line is not None and line.loss > 0:
+                        side.start_soon(
+                            self._lose, node.peer_id, drawn(self.seed, "loss", node.name), line.loss
+                        )
+                    code = await run_node(
+                        node.config,
+                        CorruptingNetwork(network) if node.traits.corrupt else network,
+                        node.engine,
+                        node.identity,
+                        lambda: virtual_ms() + round(node.skew_s * 1000),
+                        rng,
+                        task_status=begun,
+                    )
+                    side.cancel_scope.cancel()
+        except Exception as error:
+            self._died(node.name, error)
+        finally:
+            node.code, node.handle = code, None
+            begun.at_last()
+            ended.set()
+        if code is not None:
+            self.log.note("end", node=node.name, code=code)
+
+    async def _lose(self, peer_id: str, rng: random.Random, loss: float) -> None:
+        """Loss beyond what retransmission hides: now and then the connections are gone."""
+        while True:
+            await trio.sleep(rng.expovariate(loss / RESET_LOSS_S))
+            self.memory.drop(peer_id)
+
+    def _died(self, who: str, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        self.deaths.append(f"{who}: {type(error).__name__}: {error}")
+        self.last_error = error
+        self.log.note("died", node=who, error=type(error).__name__)
+
+    def crash(self, name: str, *, silent: bool = False) -> None:
+        """Kill a node without a goodbye; its folder stays as it is.
+
+        ``silent``: as a power cut does, of which others learn when nothing comes any more. Else
+        its connections break at once, as those of a killed process do.
+        """
+        node = self._running(name)
+        self.log.note("crash", node=name, silent=silent or None)
+        if silent:
+            self._still(node)
+            self._nursery.start_soon(self._bury, node, node.ended)
+        else:
+            self._kill(node)
+
+    def _kill(self, node: Node) -> None:
+        self.memory.crash(node.peer_id)
+        assert node.scope is not None
+        node.scope.cancel()
+        self._move_on(node)
+
+    async def _bury(self, node: Node, ended: trio.Event) -> None:
+        with trio.move_on_after(DEAD_AFTER_S + 1):
+            await ended.wait()
+        if not ended.is_set():
+            self._kill(node)
+
+    async def leave(self, name: str) -> None:
+        """Have a node say goodbye and end; returns when it has. One that hangs is killed after 2 min."""
+        node = self._running(name)
+        self.log.note("leave", node=name)
+        if node.handle is not None:
+            await node.handle.commands["leave"]({})
+        with trio.move_on_after(LEAVE_S):
+            await node.ended.wait()
+        if not node.ended.is_set():
+            self.log.note("hangs", node=name)
+            self._kill(node)
+            await node.ended.wait()
+
+    def _running(self, name: str) -> Node:
+        node = self.nodes[name]
+        if not node.live:
+            raise ValueError(f"{name} is not running")
+        return node
+
+    # --- the network
+
+    def partition(self, names: Iterable[str], island: str = "island") -> None:
+        """Put nodes on an island, away from the coordinator; they hear each other."""
+        self._move("partition", names, island)
+
+    def heal(self, names: Iterable[str] | None = None) -> None:
+        """Bring nodes (everybody by default) back to where the coordinator is."""
+        self._move("heal", list(self.nodes) if names is None else names, "")
+
+    def network_down(self, names: Iterable[str]) -> None:
+        """Cut nodes off from everybody, each for itself."""
+        self._move("network-down", names, None)
+
+    def network_up(self, names: Iterable[str]) -> None:
+        """Connect them again."""
+        self._move("network-up", names, "")
+
+    def _move(self, what: str, names: Iterable[str], island: str | None) -> None:
+        names = list(names)
+        self.log.note(what, nodes=names)
+        for name in names:
+            node = self.nodes[name]
+            if not self.freezer.frozen(node.task):
+                self.memory.move(node.peer_id, f"alone {name}" if island is None else island)
+
+    # --- the machine
+
+    def freeze(self, name: str) -> None:
+        """Close a laptop's lid: nothing of the node runs, nobody hears of it."""
+        node = self._running(name)
+        self.log.note("freeze", node=name)
+        self._still(node)
+
+    def thaw(self, name: str) -> None:
+        """Open the lid. Nothing happens if the node is not frozen."""
+        node = self.nodes[name]
+        if self.freezer.frozen(node.task):
+            self.log.note("thaw", node=name)
+            self._move_on(node)
+
+    def _still(self, node: Node) -> None:
+        self.memory.move(node.peer_id, f"asleep {node.name}")
+        assert node.task is not None
+        self.freezer.freeze(node.task)
+
+    def _move_on(self, node: Node) -> None:
+        self.memory.move(node.peer_id)
+        assert node.task is not None
+        self.freezer.thaw(node.task)
+
+    def skew(self, name: str, seconds: float) -> None:
+        """Set a node's wall clock so far ahead of the coordinator's."""
+        self.log.note("skew", node=name, by=seconds)
+        self.nodes[name].skew_s = seconds
+
+    def fill_disk(self, name: str) -> None:
+        """Refuse every write to a node's folder with ENOSPC."""
+        self.log.note("disk-full", node=name)
+        full_disk.fill(self.nodes[name].config.data)
+
+    def free_disk(self, name: str) -> None:
+        """Make room again."""
+        self.log.note("disk-free", node=name)
+        full_disk.clear(self.nodes[name].config.data)
+
+    # --- the coordinator
+
+    async def coordinator_crash(self) -> None:
+        """Kill the coordinator; its folder stays as it is."""
+        self.log.note("coordinator-crash")
+        await self.coordinator.crash()
+
+    async def coordinator_return(self) -> None:
+        """Start it again from its journal, at the same address."""
+        self.log.note("coordinator-return")
+        await self.coordinator.start()
+
+
+class _Lines(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Folders differ from run to run, and the log must not.
+        text = record.getMessage().replace(str(self._world.folder), "FOLDER")
+        self._world.log.note("line", node=self._world._speaker(), level=record.levelname.lower(), text=text)
+
+
+class _Begun:
+    """trio's task status for ``run_node``: keeps the handle, and answers once in any case."""
+
+    def __init__(self, node: Node, task_status: Any) -> None:
+        self._node, self._task_status = node, task_status
+        self._open = True
+
+    def started(self, value: NodeHandle, /) -> None:
+        self._node.handle = value
+        self.at_last()
+
+    def at_last(self) -> None:
+        if self._open:
+            self._open = False
+            self._task_status.started()
+
+
+@asynccontextmanager
+async def open_world(scenario: Scenario, seed: int, folder: Path, log: EventLog) -> AsyncIterator[World]:
+    """A run with its coordinator started and nobody there yet. Everything ends with the block.
+
+    ``folder``: empty or not there yet; holds the run and the nodes' folders afterwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    async with trio.open_nursery() as nursery:
+        world = World(scenario, seed, folder, log, nursery)
+        await world.coordinator.start()
+        try:
+            yield world
+        finally:
+            world.close()
+            nursery.cancel_scope.cancel()
