@@ -25,7 +25,6 @@ import math
 import os
 import platform
 import random
-import resource
 import statistics
 import tempfile
 import time
@@ -50,7 +49,7 @@ from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.workers import Judged, VerifyJob
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import open_signed, sign
-from barnraise.protocol.errors import PeerError
+from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.frames import FRAME_BY_TYPE
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import (
@@ -68,6 +67,7 @@ from barnraise.protocol.messages import (
     SubmitRequest,
     Verdict,
 )
+from benchmarks.starts import peak_mb
 from tests.coordinator_support import make_run, opened
 
 REPLIES: dict[int, type[Message]] = {
@@ -125,7 +125,7 @@ class Wire:
         code, body = self._reply
         reply = wire.decode(body, REPLIES[code])
         if isinstance(reply, Refusal):
-            raise PeerError(f"refused: {reply.code}: {reply.message}")
+            raise RefusedError(reply.code, reply.message)
         return reply
 
 
@@ -305,8 +305,19 @@ async def stages(
         frames = [place.work(node, leases[index]) for index, node in enumerate(place.wires)]
         result["submission_bytes"] = statistics.fmean(map(len, frames))
 
+        turned_away = 0
+
         async def submit(index: int, node: Wire) -> None:
-            await node.ask(frames[index])
+            nonlocal turned_away
+            while True:
+                try:
+                    await node.ask(frames[index])
+                    return
+                except RefusedError as error:  # the verifier's queue is full: its lease is kept
+                    if error.code != "busy":
+                        raise
+                    turned_away += 1
+                    await trio.sleep(0.25)
 
         began, used = time.perf_counter(), time.process_time()
         place.pause[0] = 0.0
@@ -319,12 +330,13 @@ async def stages(
         result["judged_per_s"] = nodes / (time.perf_counter() - began)
         result["judged_per_core_s"] = nodes / (time.process_time() - used)
         result["longest_pause_ms"] = place.pause[0] * 1e3
+        result["turned_away"] = turned_away
         frames.clear()
 
         await for_all(place.wires, in_flight, ask)
         result |= await _under_load(place, leases, rate, seconds)
         result["entries"] = len(core.ledger)
-        result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        result["peak_rss_mb"] = peak_mb()
     return result
 
 

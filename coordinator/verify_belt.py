@@ -53,7 +53,7 @@ class VerifyBelt:
     progress: Progress
     pressure: Pressure | None = None  # None: everything is verified in full, whatever the backlog
     _put_off: dict[bytes, _Failed] = field(default_factory=dict)
-    _flying: set[bytes] = field(default_factory=set)  # with the verifier now
+    _flying: set[bytes] = field(default_factory=set)  # with the verifier now, or on the way to the disk
     _batches: int = 0
     _freed: trio.Event = field(default_factory=trio.Event)
     _successes: int = 0
@@ -70,7 +70,8 @@ class VerifyBelt:
                     continue
                 jobs = await self._next_jobs()
                 if jobs:
-                    self._count(jobs, 1)
+                    self._flying |= {job.submission_id for job in jobs}
+                    self._count(1)
                     nursery.start_soon(self._judge, jobs)
                     continue
                 due = (item.retry_at for key, item in self._put_off.items() if key not in self._flying)
@@ -79,23 +80,28 @@ class VerifyBelt:
 
     async def _judge(self, jobs: tuple[VerifyJob, ...]) -> None:
         """One batch, from the verifier to the journal. Its slot is kept while the verifier is in trouble."""
+        keys = {job.submission_id for job in jobs}
+        verifying = True
         try:
-            await self._record(await self._verify(jobs))
+            results = await self._verify(jobs)
+            verifying = False
+            self._count(-1)  # the verifier need not wait for the disk
+            await self._record(results)
         except BarnraiseError as error:
             self.progress.verifier_trouble = str(error)
             log.error("verifier: %s", error)
             await trio.sleep(FIRST_RETRY_S)
         finally:
-            self._count(jobs, -1)
-            self._freed.set()
-            self._freed = trio.Event()
+            self._flying -= keys
+            self._count(-1 if verifying else 0)
 
-    def _count(self, jobs: tuple[VerifyJob, ...], change: int) -> None:
-        keys = {job.submission_id for job in jobs}
-        self._flying = self._flying | keys if change > 0 else self._flying - keys
+    def _count(self, change: int) -> None:
+        """So many more batches are with the verifier."""
         self._batches += change
         self.progress.verifying = len(self._flying)
         self.progress.verifiers_busy = self._batches
+        self._freed.set()
+        self._freed = trio.Event()
 
     async def _next_jobs(self) -> tuple[VerifyJob, ...]:
         """One that is tried alone, or a batch of fresh ones, by turns as far as there are both."""
