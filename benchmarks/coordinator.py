@@ -37,6 +37,7 @@ from typing import Any
 import msgspec
 import trio
 
+from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.events import VersionPublished
@@ -223,6 +224,7 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
             wires = [Wire(Identity.generate()) for _ in range(nodes)]
             place = World(core, hub, nursery, sessions, wires, size)
             nursery.start_soon(_watch, place.pause)
+            calm_collector()
             yield place
             nursery.cancel_scope.cancel()
         journal.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 import trio
 
 from barnraise.coordinator.audit import Pressure
+from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
@@ -144,6 +145,7 @@ async def _serve(
                 http=listeners,
             )
             await nursery.start(serve)
+            calm_collector()
             log.info("run %s, id %s", run.spec.name, run.run_id.hex())
             for address in network.addresses:
                 log.info("join with: barnraise join %s", address)

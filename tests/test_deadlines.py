@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import pytest
 from coordinator_history import MAX_LAG, RUN_ID, lease_for, next_event
 
 from barnraise.coordinator import scheduler
+from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.events import Event, LeaseIssued, NodeJoined, RunOpened, VersionPublished
@@ -148,3 +150,14 @@ def test_the_hub_draws_from_exactly_those_who_are_there() -> None:
     assert not hub.by_key
     assert not hub._by_peer
     assert not hub._order
+
+
+def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
+    before = gc.get_threshold()
+    try:
+        calm_collector()
+        assert gc.get_freeze_count() > 1_000
+        assert gc.get_threshold() > before
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
