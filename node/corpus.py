@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from barnraise.node.weights import Source
+from barnraise.node.asking import Source
 from barnraise.protocol.corpus import Corpus, read_corpus, sequences, stream_shards
 from barnraise.protocol.errors import MalformedError, PeerError, StorageError
 from barnraise.protocol.messages import MAX_SHARD

@@ -9,6 +9,7 @@ import trio
 
 from barnraise.node import overlay
 from barnraise.node.actions import unit_of
+from barnraise.node.asking import Donor, Source
 from barnraise.node.context import Context
 from barnraise.node.corpus import spare_corpus
 from barnraise.node.kept import KeptWork
@@ -19,7 +20,7 @@ from barnraise.node.receipts import ReceiptBook
 from barnraise.node.state import midnight_ms
 from barnraise.node.units import Units
 from barnraise.node.versions import Versions
-from barnraise.node.weights import Donor, Source, SwarmFetcher
+from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.messages import SHARD_PROTOCOL, Signed
 from barnraise.protocol.mirrors import is_loopback

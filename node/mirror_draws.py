@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from barnraise.node.weights import Donor, SwarmFetcher
+from barnraise.node.asking import Donor
+from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.messages import Manifest

@@ -8,6 +8,7 @@ from pathlib import Path
 import trio
 
 from barnraise.node.actions import FIRST_LINE_S, PROGRESS_LINE_S, engine_failed
+from barnraise.node.asking import Source
 from barnraise.node.block_engine import (
     SHARDS_FOLDER,
     BlockEngine,
@@ -22,7 +23,6 @@ from barnraise.node.link import cause
 from barnraise.node.model import EngineStopped, Train, UnitDelayed, UnitDone, UnitUnusable
 from barnraise.node.state import BlockUnitProgress, Transfer
 from barnraise.node.units import file_entry, unit_bytes
-from barnraise.node.weights import Source
 from barnraise.protocol.corpus import read_corpus, shard_bytes
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError, PeerError, StorageError

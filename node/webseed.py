@@ -16,7 +16,7 @@ from collections.abc import Callable
 import httpx
 import trio
 
-from barnraise.protocol.bandwidth import Pacer
+from barnraise.protocol.bandwidth import WINDOW, Pacer
 from barnraise.protocol.errors import PeerError
 from barnraise.protocol.manifest import check_shard
 from barnraise.protocol.messages import MAX_SHARD
@@ -57,10 +57,22 @@ class WebSeed:
         self.base = base
         self.failures = 0
         self.received = 0
+        self.waits: Callable[[], bool] = lambda: True
+        self.foreseen = False  # what is read here never arrived before
         self._down = down
         self._received = received
         self._timeout = timeout
         self._transport: httpx.AsyncHTTPTransport | None = None
+
+    @property
+    def waiting(self) -> int:
+        """0: what waits in the system's buffers is not known."""
+        return 0
+
+    @property
+    def room(self) -> int:
+        """As of a peer; it is not known either."""
+        return WINDOW
 
     async def fetch(self, digest: bytes, size: int) -> bytes | None:
         """The shard named ``digest`` of exactly ``size`` bytes, verified; ``None`` if it is not there.
@@ -193,9 +205,9 @@ class WebSeed:
             if len(shard.data) + len(piece) > shard.size:
                 raise BadShardError(f"{self.base} sent more than the {shard.size} bytes of the shard")
             self._received(len(piece))
+            self.received += len(piece)
             if self._down is not None:
                 await self._down.take(len(piece))
-            self.received += len(piece)
             shard.data += piece
 
 

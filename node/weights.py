@@ -12,14 +12,16 @@ so that it can be served on.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import trio
 
+from barnraise.node.asking import MIRROR, ORIGIN, PEER, Appetite, Asked, Donor, Source
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.messages import Manifest
@@ -33,42 +35,8 @@ _GRACE_S = 2.0  # complete peers have this long to show their rate
 _HELP_S = 10.0  # mirrors, and then the coordinator, are asked too when the others would need longer
 _ENDGAME_S = 1.0  # a shard in flight for so long may be asked of a second source
 _MAX_DONORS = 16  # asked at the same time, the coordinator among them
+_PIPELINE = 512  # of small shards; how many are asked for is decided here
 _SCAN = 256  # shards looked at for one that a source may have
-
-
-class Source(NamedTuple):
-    """Somebody to ask. ``origin``: the coordinator. ``complete``: said to hold the whole version.
-
-    ``peer_id`` is a mirror's base URL where ``Donor``s are made of URLs.
-    """
-
-    peer_id: str
-    addresses: tuple[str, ...] = ()
-    origin: bool = False
-    complete: bool = True
-
-
-class Donor(Protocol):
-    """One source's shards; ``barnraise.protocol.shards.ShardClient`` is a peer's.
-
-    Attributes:
-        failures: how often it was unreachable, broke off or stalled, since it was made.
-        received: bytes that have arrived since it was made.
-    """
-
-    failures: int
-    received: int
-
-    async def fetch(self, digest: bytes, size: int) -> bytes | None:
-        """The verified shard, ``None`` if it is not there. May run in several tasks at once.
-
-        Raises:
-            BadShardError: something else was sent.
-            PeerError: unreachable, gone or silent.
-        """
-
-    async def close(self) -> None:
-        """Let go; a later ``fetch`` begins anew."""
 
 
 class Fetcher(Protocol):
@@ -149,39 +117,6 @@ class SwarmFetcher:
             await _Download(self, manifest.version, what, manifest.mirrors, missing, received).run()
 
 
-PEER, MIRROR, ORIGIN = range(3)  # the order in which sources are asked
-
-
-@dataclass(eq=False)
-class _Helper:
-    """A source during one download."""
-
-    source: Source
-    client: Donor
-    rank: int
-    complete: bool
-    out: str = ""  # why it is not asked any more
-    retry_at: float = 0.0
-    misses: int = 0  # in a row
-    asked: int = 0  # bytes of requests under way
-    settled: int = 0  # of what it has sent, bytes that do not belong to those
-    lacks: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # digest -> ask again at, wait
-
-    @property
-    def outstanding(self) -> int:
-        """Bytes asked of it that have not arrived."""
-        return max(0, self.asked - max(0, self.client.received - self.settled))
-
-    def expect(self, size: int) -> None:
-        if not self.asked:
-            self.settled = self.client.received
-        self.asked += size
-
-    def done(self, size: int) -> None:
-        self.asked -= size
-        self.settled = min(self.settled + size, self.client.received)
-
-
 class _Download:
     def __init__(
         self,
@@ -201,8 +136,9 @@ class _Download:
         order = list(missing)
         owner.rng.shuffle(order)
         self.idle = dict.fromkeys(order)  # missing and asked of nobody, in order of asking
-        self.flying: dict[bytes, list[tuple[_Helper, float]]] = {}
-        self.donors: dict[str, _Helper] = {}
+        self.flying: dict[bytes, list[tuple[Asked, float]]] = {}
+        self.donors: dict[str, Asked] = {}
+        self.appetite = Appetite(owner.down, self.donors.values())
         self.failure: PeerError | StorageError | None = None
         self.changed = trio.Event()
         self.started = trio.current_time()
@@ -210,11 +146,8 @@ class _Download:
 
     async def run(self) -> None:
         try:
-            async with trio.open_nursery() as nursery:
-                while self.missing and self.failure is None:
-                    self._enlist(nursery)
-                    await self._wait(_REFRESH_S)
-                nursery.cancel_scope.cancel()
+            with self.appetite.foreseen():
+                await self._until_whole()
         finally:
             with trio.CancelScope(shield=True):
                 for donor in self.donors.values():
@@ -222,7 +155,21 @@ class _Download:
         if self.failure is not None:
             raise self.failure
 
-    def _enlist(self, nursery: trio.Nursery) -> None:
+    async def _until_whole(self) -> None:
+        async with trio.open_nursery() as nursery:
+            look_at = -math.inf
+            while self.missing and self.failure is None:
+                now = trio.current_time()
+                if now >= look_at:
+                    self._enlist()
+                    look_at = now + _REFRESH_S
+                changed = self.changed
+                if not self._ask(nursery, now):
+                    with trio.move_on_after(self.appetite.look_s):
+                        await changed.wait()
+            nursery.cancel_scope.cancel()
+
+    def _enlist(self) -> None:
         offered = sorted(self.owner.sources(self.version), key=lambda s: (not s.origin, not s.complete))
         for source in offered:
             if source.peer_id in self.owner.banned or source.peer_id == self.owner.network.peer_id:
@@ -231,8 +178,8 @@ class _Download:
             if donor is None:
                 if not source.origin and sum(not d.out for d in self.donors.values()) >= _MAX_DONORS:
                     continue
-                client = ShardClient(self.owner.network, source.peer_id, source.addresses)
-                self._add(nursery, source, client, ORIGIN if source.origin else PEER)
+                client = ShardClient(self.owner.network, source.peer_id, source.addresses, pipeline=_PIPELINE)
+                self._add(source, client, ORIGIN if source.origin else PEER)
             elif source.complete and not donor.source.complete:
                 donor.source = source  # it has finished its own download meanwhile
                 donor.complete = True
@@ -241,7 +188,7 @@ class _Download:
             if url not in self.donors and url not in self.owner.banned:
                 mirror = self.owner.mirror(url)
                 if mirror is not None:
-                    self._add(nursery, Source(url), mirror, MIRROR)
+                    self._add(Source(url), mirror, MIRROR)
         if all(donor.out for donor in self.donors.values()):
             reasons = [f"{peer_id}: {donor.out}" for peer_id, donor in self.donors.items()]
             reasons += [f"{p}: banned, {why}" for p, why in self.owner.banned.items() if p not in self.donors]
@@ -251,26 +198,25 @@ class _Download:
                 f"({size / 1e6:.1f} MB); " + ("; ".join(reasons) or "nobody offers it")
             )
 
-    def _add(self, nursery: trio.Nursery, source: Source, client: Donor, rank: int) -> None:
-        donor = self.donors[source.peer_id] = _Helper(source, client, rank, source.complete)
-        for _ in range(1 if source.origin else 4):
-            nursery.start_soon(self._draw_from, donor)
+    def _add(self, source: Source, client: Donor, rank: int) -> None:
+        donor = self.donors[source.peer_id] = Asked(source, client, rank, source.complete)
+        client.waits = partial(self.appetite.waits, donor)
 
-    async def _draw_from(self, donor: _Helper) -> None:
-        while not donor.out and self.missing and self.failure is None:
-            pause = donor.retry_at - trio.current_time()
-            if pause > 0:
-                await trio.sleep(pause)
-            elif not self._may_ask() or (digest := self._pick(donor)) is None:
-                await self._wait(0.25)
-            else:
-                await self._take(donor, digest)
+    def _ask(self, nursery: trio.Nursery, now: float) -> bool:
+        """Ask each source for at most one more shard; whether any was asked."""
+        some = False
+        for donor in self.donors.values():  # what comes last may be read as fast as it came
+            donor.client.foreseen = not self.idle
+        for donor in self.owner.rng.sample(list(self.donors.values()), len(self.donors)):
+            if donor.out or donor.retry_at > now or not self.appetite.for_more(donor):
+                continue
+            digest = self._pick(donor)
+            if digest is not None:
+                self._take(nursery, donor, digest, now)
+                some = True
+        return some
 
-    def _may_ask(self) -> bool:
-        down = self.owner.down
-        return down is None or down.allows_more(sum(donor.outstanding for donor in self.donors.values()))
-
-    def _pick(self, donor: _Helper) -> bytes | None:
+    def _pick(self, donor: Asked) -> bytes | None:
         now = trio.current_time()
         if self._spared(donor.rank, now):
             return None
@@ -279,9 +225,9 @@ class _Download:
                 break
             if donor.lacks.get(digest, (0.0, 0.0))[0] <= now:
                 return digest
-        if self._capped():
+        if self.appetite.capped:
             return None  # asking twice for one shard brings neither of them sooner
-        patience = _ENDGAME_S * (3 if donor.source.origin else 1) + self._time_at_cap()
+        patience = _ENDGAME_S * (3 if donor.source.origin else 1) + self.appetite.unread_s
         for digest, asked in self.flying.items():
             if digest not in self.missing:
                 continue  # a second request still under way for what the first has brought
@@ -300,25 +246,16 @@ class _Download:
         if not healthy or elapsed < _GRACE_S:
             return healthy
         left = sum(self.missing.values())
-        return left * elapsed <= _HELP_S * sum(self.delivered[:rank]) or self._capped()
+        return left * elapsed <= _HELP_S * sum(self.delivered[:rank]) or self.appetite.capped
 
-    def _time_at_cap(self) -> float:
-        """Seconds that all bytes under way take if nothing but our own cap slows them."""
-        down = self.owner.down
-        rate = None if down is None else down.rate
-        return sum(donor.outstanding for donor in self.donors.values()) / rate if rate else 0.0
-
-    def _capped(self) -> bool:
-        """Whether it is our own cap that makes it slow: then more sources would not help."""
-        down = self.owner.down
-        return down is not None and down.busy
-
-    async def _take(self, donor: _Helper, digest: bytes) -> None:
+    def _take(self, nursery: trio.Nursery, donor: Asked, digest: bytes, now: float) -> None:
         size = self.missing[digest]
         self.idle.pop(digest, None)
-        mine = (donor, trio.current_time())
-        self.flying.setdefault(digest, []).append(mine)
+        self.flying.setdefault(digest, []).append((donor, now))
         donor.expect(size)
+        nursery.start_soon(self._bring, donor, digest, size, now)
+
+    async def _bring(self, donor: Asked, digest: bytes, size: int, asked_at: float) -> None:
         try:
             data = await donor.client.fetch(digest, size)
             if data is None:
@@ -335,14 +272,14 @@ class _Download:
         finally:
             donor.done(size)
             asked = self.flying[digest]
-            asked.remove(mine)
+            asked.remove((donor, asked_at))
             if not asked:
                 del self.flying[digest]
                 if digest in self.missing:
                     self.idle[digest] = None
             self._notify()
 
-    async def _keep(self, donor: _Helper, digest: bytes, data: bytes) -> None:
+    async def _keep(self, donor: Asked, digest: bytes, data: bytes) -> None:
         await off_loop(len(data), lambda: self.owner.store.put(digest, data, checked=True))
         if self.missing.pop(digest, None) is None:
             return  # another source was faster
@@ -351,7 +288,7 @@ class _Download:
         self.owner.came_from[donor.source.peer_id] += len(data)
         self.received(len(data))
 
-    def _missed(self, donor: _Helper, digest: bytes) -> None:
+    def _missed(self, donor: Asked, digest: bytes) -> None:
         """It lacks this shard: ask for others, and after several in a row ask less often."""
         now = trio.current_time()
         donor.complete = False
@@ -360,7 +297,7 @@ class _Download:
         donor.misses += 1
         donor.retry_at = max(donor.retry_at, now + min(1.0, 0.01 * 2 ** min(donor.misses, 7)))
 
-    def _strike(self, donor: _Helper, reason: str) -> None:
+    def _strike(self, donor: Asked, reason: str) -> None:
         failures = donor.client.failures
         donor.retry_at = trio.current_time() + min(0.5 * 2**failures, 10.0)
         if failures < STRIKES:
@@ -370,18 +307,13 @@ class _Download:
         if not donor.source.origin or not others:
             donor.out = reason
 
-    def _caught(self, donor: _Helper, reason: str) -> None:
+    def _caught(self, donor: Asked, reason: str) -> None:
         if donor.out:
             return
         donor.out = reason
         if not donor.source.origin:
             self.owner.banned[donor.source.peer_id] = reason
         self.owner.report(donor.source.peer_id, reason)
-
-    async def _wait(self, seconds: float) -> None:
-        changed = self.changed
-        with trio.move_on_after(seconds):
-            await changed.wait()
 
     def _notify(self) -> None:
         self.changed.set()

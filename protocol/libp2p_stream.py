@@ -38,6 +38,16 @@ class Libp2pStream:
         """The peer's id, proven by the Noise handshake."""
         return self._peer_id
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that have arrived and were not read yet."""
+        return len(self._stream.inbox)
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still arrive before something is read."""
+        return max(0, self._stream.recv_window)
+
     async def read(self, limit: int) -> bytes:
         """1 to ``limit`` bytes, or ``b""`` at the end. Cancelling loses nothing.
 

@@ -9,6 +9,7 @@ randomness here: given the same scheduling, a run repeats exactly.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 WRITE_TIMEOUT_S = 30.0
 DEAD_AFTER_S = 45.0  # a silent connection is given up after this long
-WINDOW = 1024 * 1024
+WINDOW = 256 * 1024  # as yamux begins
 PIECE = 64 * 1024
 
 
@@ -65,6 +66,7 @@ class _Pipe:
         self._connection = connection
         self.way = (source, target)
         self._link = swarm._link(source, target)
+        self._target = swarm._hosts.get(target)
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._held = 0
         self._end_at: float | None = None
@@ -141,8 +143,16 @@ class _Pipe:
                 self._link.free_at = begin
             self._pieces.append((begin + self._link.latency_s, piece))
             self._held += len(piece)
+            if self._target is not None:
+                self._target._expect(begin + self._link.latency_s, len(piece))
             self._comes(self._pieces[0][0])
         return len(data)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that have arrived and were not read yet."""
+        now = trio.current_time()
+        return sum(len(piece) for arrival, piece in self._pieces if arrival <= now)
 
     async def read(self, limit: int) -> bytes:
         waited = False
@@ -195,11 +205,19 @@ class MemoryStream:
         """The peer's id."""
         return self._peer_id
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that have arrived and were not read yet."""
+        return self._in.waiting
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still arrive before something is read."""
+        return max(0, WINDOW - self._in.waiting)
+
     async def read(self, limit: int) -> bytes:
         """1 to ``limit`` bytes, or ``b""`` at the end; ``PeerError`` if reset or cut off."""
-        data = await self._in.read(limit)
-        self._host.bytes_in += len(data)
-        return data
+        return await self._in.read(limit)
 
     async def write(self, data: bytes) -> None:
         """Send all of ``data``; ``PeerError`` if reset, cut off, or nobody reads for 30 s."""
@@ -235,8 +253,24 @@ class MemoryNetwork:
         self._number = number
         self._address = f"/memory/{number}/p2p/{peer_id}"
         self.dialable = True
-        self.bytes_in = 0
         self.bytes_out = 0
+        self._in = 0
+        self._coming: list[tuple[float, int]] = []  # a heap: when how many bytes arrive
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that have arrived since the start, whether read or not."""
+        self._count()
+        return self._in
+
+    def _expect(self, arrival: float, size: int) -> None:
+        self._count()  # so that the heap stays small, whether or not anybody looks
+        heapq.heappush(self._coming, (arrival, size))
+
+    def _count(self) -> None:
+        now = trio.current_time()
+        while self._coming and self._coming[0][0] <= now:
+            self._in += heapq.heappop(self._coming)[1]
 
     @property
     def peer_id(self) -> str:

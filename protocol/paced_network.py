@@ -5,30 +5,33 @@ receipts by more than a piece; large messages share with bulk, whose receivers w
 take a long silence for a stall. Written bytes are held back before they are sent.
 Received ones are held back after they have arrived, and the sender feels it when its
 window is full. It begins with a whole window at once (256 KiB on libp2p), for which
-the next reads wait, but never for longer than ``MOST_PAUSE_S``: whoever fetches also
-bounds what it asks for (``Pacer.allows_more``).
+the next reads wait, each for ``MOST_PAUSE_S`` at most: whoever fetches also bounds what it
+asks for (``Pacer.allows_more``), and asks for the next while one is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import trio
 
-from barnraise.protocol.bandwidth import Bucket, Pacer
+from barnraise.protocol.bandwidth import WINDOW, Pacer
 from barnraise.protocol.messages import SHARD_PROTOCOL
 from barnraise.protocol.network import Detours, Handler, Network, Stream, Way
 from barnraise.protocol.tree_messages import BULK_PROTOCOL
 
 BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
 MOST_PAUSE_S = 2.0
-_ARRIVAL_DEPTH_S = 0.3  # while the end of a shard is read nothing arrives; the next one makes up for it
 _SMALL = 16 * 1024  # bytes: larger messages are no more urgent than bulk
 _RESET_S = 2.0
 
 
 class PacedStream:
-    """A stream whose bytes wait for their turn; see ``barnraise.protocol.network.Stream``."""
+    """A stream whose bytes wait for their turn; see ``barnraise.protocol.network.Stream``.
+
+    Attributes:
+        foreseen: what is read here was counted for the cap when it arrived, or could not be held
+            back any more (``Pacer.foresee``), and is not counted again.
+        waits: for what was asked of others and has not arrived, too.
+    """
 
     def __init__(
         self,
@@ -37,13 +40,13 @@ class PacedStream:
         down: Pacer,
         *,
         urgent: bool,
-        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._stream = stream
-        self._settle = settle
         self._up = up
         self._down = down
         self._urgent = urgent
+        self.foreseen = False
+        self.waits = True
         self._held = b""  # arrived, and not yet handed on
 
     @property
@@ -51,14 +54,29 @@ class PacedStream:
         """The peer's id."""
         return self._stream.peer_id
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that have arrived and were not read yet, as far as the network below tells."""
+        return len(self._held) + int(getattr(self._stream, "waiting", 0))
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still arrive before something is read, as far as the network below tells."""
+        return int(getattr(self._stream, "room", WINDOW))
+
     async def read(self, limit: int) -> bytes:
         """1 to ``limit`` bytes once they may pass, or ``b""`` at the end. Cancelling loses nothing."""
         if not self._held:
-            if self._down.rate is not None and self._settle is not None and not self._urgent:
-                await self._settle()
+            if not self._urgent:  # reading asks for more
+                debt = self._down.debt() if self.waits else self._down.arrears()
+                if debt > 0:
+                    await self._down.pause(min(debt, MOST_PAUSE_S))
             most = limit if self._down.rate is None else min(limit, self._down.piece)
             self._held = await self._stream.read(most)
-            await self._down.take(len(self._held), urgent=self._urgent)
+            if self.foreseen:
+                self._down.note(len(self._held))
+            else:
+                await self._down.take(len(self._held), urgent=self._urgent)
         data, self._held = self._held[:limit], self._held[limit:]
         return data
 
@@ -104,8 +122,7 @@ class PacedNetwork:
         self.up = up
         self.down = down
         self._beside = 0
-        self._arrived = Bucket(down.rate, _ARRIVAL_DEPTH_S)
-        self._seen = network.bytes_in
+        down.watch(lambda: self.bytes_in)
 
     @property
     def peer_id(self) -> str:
@@ -170,17 +187,4 @@ class PacedNetwork:
         return found
 
     def _paced(self, stream: Stream, protocol: str) -> PacedStream:
-        return PacedStream(
-            stream, self.up, self.down, urgent=protocol not in BULK, settle=self._settle_arrivals
-        )
-
-    async def _settle_arrivals(self) -> None:
-        """Wait while more has arrived lately than the cap allows: reading would ask for more."""
-        now, rate = trio.current_time(), self.down.rate
-        if self._arrived.rate != rate:
-            self._arrived.set_rate(rate, now)
-        arrived, self._seen = self._network.bytes_in - self._seen, self._network.bytes_in
-        self._arrived.spend(arrived, now, MOST_PAUSE_S)
-        delay = self._arrived.delay(0, now)
-        if delay > 0:
-            await self.down.pause(delay)
+        return PacedStream(stream, self.up, self.down, urgent=protocol not in BULK)

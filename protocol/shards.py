@@ -14,10 +14,12 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import trio
 
+from barnraise.protocol.bandwidth import WINDOW
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.manifest import check_shard
 from barnraise.protocol.messages import MAX_SHARD, SHARD_PROTOCOL, ShardReply, ShardRequest
 from barnraise.protocol.network import Handler, Network, Stream
+from barnraise.protocol.paced_network import PacedStream
 from barnraise.protocol.stream_slots import with_slots
 from barnraise.protocol.wire import MessageReader, send_message
 
@@ -147,21 +149,31 @@ def serve_shards(
 class _Patient:
     """A stream for reading replies: an end or too long a silence is a ``PeerError``."""
 
-    def __init__(self, stream: Stream, timeout: float, received: Callable[[int], None]) -> None:
+    def __init__(self, client: ShardClient, stream: Stream, timeout: float) -> None:
+        self._client = client
         self._stream = stream
         self._timeout = timeout
-        self._received = received
 
     @property
     def peer_id(self) -> str:
         return self._stream.peer_id
 
+    @property
+    def waiting(self) -> int:
+        return int(getattr(self._stream, "waiting", 0))
+
+    @property
+    def room(self) -> int:
+        return int(getattr(self._stream, "room", WINDOW))
+
     async def read(self, limit: int) -> bytes:
+        if isinstance(self._stream, PacedStream):
+            self._stream.foreseen, self._stream.waits = self._client.foreseen, self._client.waits()
         with trio.move_on_after(self._timeout):
             data = await self._stream.read(limit)
             if not data:
                 raise PeerError(f"{self.peer_id} closed the stream before its reply was complete")
-            self._received(len(data))
+            self._client.received += len(data)
             return data
         raise PeerError(f"{self.peer_id} sent nothing for {self._timeout:g} s")
 
@@ -180,7 +192,7 @@ class _Patient:
 class _Link:
     """One open stream and whose turn it is to read from it."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: _Patient) -> None:
         self.stream = stream
         self.reader = MessageReader(stream, frozenset({ShardReply}))
         self.writing = trio.Lock()
@@ -206,6 +218,8 @@ class ShardClient:
         timeout: float = PROGRESS_S,
     ) -> None:
         self.peer_id = peer_id
+        self.waits: Callable[[], bool] = lambda: True  # see ``PacedStream``, as of the next
+        self.foreseen = False  # what is read was counted for the cap before (``PacedStream.foreseen``)
         self.addresses = tuple(addresses)
         self.failures = 0  # streams that broke or could not be opened; one each, however many waited
         self.received = 0  # bytes read, headers included
@@ -217,6 +231,16 @@ class ShardClient:
         self._room = trio.Condition()
         self._requests = 0
         self._outstanding = 0
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that have arrived and were not read yet, as far as the network tells."""
+        return 0 if self._link is None else self._link.stream.waiting
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still arrive before something is read, as far as the network tells."""
+        return WINDOW if self._link is None else self._link.stream.room
 
     async def fetch(self, digest: bytes, size: int, *, exact: bool = True) -> bytes | None:
         """The shard named ``digest`` of ``size`` bytes, verified; ``None`` if the peer lacks it.
@@ -307,7 +331,7 @@ class ShardClient:
                 except PeerError:
                     self.failures += 1
                     raise
-                self._link = _Link(_Patient(stream, self._timeout, self._count))
+                self._link = _Link(_Patient(self, stream, self._timeout))
             return self._link
 
     async def _dial(self) -> None:
@@ -338,6 +362,3 @@ class ShardClient:
             self.failures += 1
         with trio.CancelScope(deadline=trio.current_time() + _RESET_S, shield=True):
             await link.stream.reset()
-
-    def _count(self, size: int) -> None:
-        self.received += size

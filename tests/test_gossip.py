@@ -12,6 +12,7 @@ import trio
 import trio.testing
 from gossip_support import CONFIG, KIB, OPERATOR, Host, make_version, meadow, opened
 
+from barnraise.protocol import memory_network
 from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, StorageError
@@ -520,9 +521,10 @@ async def test_a_mirror_that_is_down_or_slow_costs_nobody_the_version(
 
 @pytest.mark.parametrize("up", [8000, 350], ids=["fast", "three-fill-it"])
 async def test_a_download_cap_holds_over_any_five_seconds_and_is_used_however_many_send(
-    tmp_path: Path, autojump_clock: Clock, up: int
+    tmp_path: Path, autojump_clock: Clock, up: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven neighbours have the version when the capped node comes."""
+    monkeypatch.setattr(memory_network, "PIECE", 16 * KIB)
     cap, arrived = 1000 * KIB, [0]
     async with meadow(tmp_path) as field:
         origin = await field.add("o", up=8000 * KIB)
