@@ -74,6 +74,7 @@ from tests.coordinator_support import make_run, opened
 REPLIES: dict[int, type[Message]] = {
     FRAME_BY_TYPE[kind].code: kind for kind in (JoinReply, LeaseReply, Acknowledged, Refusal)
 }
+WATCH_S = 0.01  # between two looks at the clock
 RECEIPT = FRAME_BY_TYPE[ReceiptPush].code
 GOOD = Verdict(accepted=True, check="all", threshold=0.0, value=0.0, position="", message="")
 
@@ -233,9 +234,9 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
 async def _watch(pause: list[float]) -> None:
     last = time.perf_counter()
     while True:
-        await trio.sleep(0.002)
+        await trio.sleep(WATCH_S)
         now = time.perf_counter()
-        pause[0], last = max(pause[0], now - last - 0.002), now
+        pause[0], last = max(pause[0], now - last - WATCH_S), now
 
 
 async def for_all(wires: Sequence[Wire], in_flight: int, do: Any) -> tuple[float, list[float]]:
