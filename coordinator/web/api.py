@@ -36,8 +36,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def public_view(view: View) -> View:
-    """The overview without what only the page needs."""
-    return {name: value for name, value in view.items() if not name.endswith("_ms")}
+    """The overview (or a version) without what only the page needs."""
+    return {name: value for name, value in view.items() if name != "recent" and not name.endswith("_ms")}
 
 
 def api_routes(site: Site) -> list[Route]:
