@@ -131,6 +131,15 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, tmp_path, ca
     assert not (tmp_path / "NOWHERE").exists()
 
 
+def test_a_presets_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()  # such as the one that `barnraise demo --keep ./demo` makes
+    assert call("run", "init", "run", "--model", "demo", "--environment", "no_such_task") == 2
+    assert "no_such_task" in capsys.readouterr().err
+    assert call("run", "init", "run", "--model", "./demo", "--environment", "no_such_task") == 2
+    assert "config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(KeyboardInterrupt(), 130), (StorageError("the disk is full"), 1), (OSError(28, "full"), 1)],

@@ -196,7 +196,7 @@ def init(
 
     from barnraise.coordinator import folder as run_folder
     from barnraise.coordinator.calibration import measured_verify_spec
-    from barnraise.coordinator.model_source import ModelSourceError, prepare_model, resolve_model
+    from barnraise.coordinator.model_source import BUILT_IN, ModelSourceError, prepare_model, resolve_model
     from barnraise.protocol.environments import build_environment
 
     _check_folder(folder)
@@ -274,7 +274,8 @@ def init(
     if corpus is not None or scaffold is not None or then_posttrain is not None or _given(pretraining):
         raise typer.BadParameter("corpus, blocks and schedule are for --phase pretrain", param_hint="--phase")
     settings = change(_preset(model))
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+    # a built-in's name wins over a folder that is called so ('./demo' names the folder)
+    if model not in BUILT_IN and Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise typer.BadParameter(f"{model} holds no config.json, so no model", param_hint="--model")
     progress = Progress()
     progress(f"looking at the environment '{settings.environment.name}'", 0.0)
