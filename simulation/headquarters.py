@@ -39,6 +39,7 @@ class Headquarters:
         run: as opened last.
         jobs: every training job, over all lives, in order; a job cut short by a crash comes again.
         lives: how many coordinators there have been.
+        opened: called with the core of each of them, before any node reaches it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Headquarters:
         self.run: Run | None = None
         self.jobs: list[TrainJob] = []
         self.lives = 0
+        self.opened: list[Callable[[Core], None]] = []
         self.skew_s = 0.0
         self.identity = identity_of(seed, "operator")
         self.folder = folder
@@ -134,6 +136,8 @@ class Headquarters:
         self.state = state
         self.core, self.hub = state.args[0], state.args[1]  # it is partial(state_tree, core, hub, ...)
         self.core.listeners.append(self._noting.hear)
+        for tell in self.opened:
+            tell(self.core)
 
 
 class _Opened:

@@ -162,7 +162,7 @@ async def _do(world: World, act: Planned, nursery: trio.Nursery) -> None:
     live = [who for who in known if world.nodes[who].live]
     match act.do:
         case "join":
-            for who in set(act.nodes) - set(known):
+            for who in [who for who in act.nodes if who not in world.nodes]:
                 await world.join(who)
         case "rejoin":
             for who in known:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from barnraise.protocol.identity import Identity
@@ -39,21 +39,41 @@ def unit_tokens(scenario: Scenario) -> int:
 
 
 def draw_traits(scenario: Scenario, seed: int, name: str) -> Traits:
-    """What ``name`` is like in this scenario. Each property has a generator of its own."""
+    """What ``name`` is like in this scenario. Each property has a generator of its own.
+
+    Shares are kept to the node among ``n0000``, ``n0001``, ...: 10 % of 30 cheat means three.
+    """
     swarm, work = scenario.swarm, scenario.work
+
+    def at(purpose: str) -> float:
+        return _place(seed, purpose, name, swarm.nodes)
+
     slowness = drawn(seed, "speed", name).lognormvariate(0, work.unit_spread)
     return Traits(
         speed=unit_tokens(scenario) / (work.unit_s * slowness),
-        line=_pick(drawn(seed, "line", name), [(item.share, item) for item in scenario.lines]),
-        dialable=drawn(seed, "nat", name).random() >= swarm.nat_share,
-        corrupt=drawn(seed, "corrupt", name).random() < swarm.corrupt_share,
-        cheat=_pick(drawn(seed, "cheat", name), [(item.share, item.kind) for item in scenario.cheats]) or "",
+        line=_pick(at("line"), [(item.share, item) for item in scenario.lines]),
+        dialable=at("nat") >= swarm.nat_share,
+        corrupt=at("corrupt") < swarm.corrupt_share,
+        cheat=_pick(at("cheat"), [(item.share, item.kind) for item in scenario.cheats]) or "",
         skew_s=drawn(seed, "skew", name).uniform(-swarm.skew_s, swarm.skew_s),
     )
 
 
-def _pick(rng: random.Random, shares: list[tuple[float, T]]) -> T | None:
-    at = rng.random()
+@lru_cache(maxsize=16)
+def _order(seed: int, purpose: str, count: int) -> list[int]:
+    order = list(range(count))
+    drawn(seed, purpose).shuffle(order)
+    return order
+
+
+def _place(seed: int, purpose: str, name: str, count: int) -> float:
+    """Where a node stands in [0, 1) among the first ``count``, all at equal distances."""
+    if name[:1] == "n" and name[1:].isdecimal():
+        return (_order(seed, purpose, count)[int(name[1:]) % count] + 0.5) / count
+    return drawn(seed, purpose, name).random()
+
+
+def _pick(at: float, shares: list[tuple[float, T]]) -> T | None:
     for share, item in shares:
         at -= share
         if at < 0:

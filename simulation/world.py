@@ -104,6 +104,7 @@ class World:
         memory: the network between them.
         coordinator: the operator's side: ``core``, ``hub``, ``jobs`` of the learner (``Headquarters``).
         deaths: daemons and coordinators that ended by an exception, which is always a defect.
+        started: called with each node whose daemon has just begun, at each of its lives.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class World:
         self.scenario, self.seed, self.folder, self.log = scenario, seed, folder, log
         self.nodes: dict[str, Node] = {}
         self.deaths: list[str] = []
+        self.started: list[Callable[[Node], None]] = []
         self.last_error: Exception | None = None
         swarm = scenario.swarm
         factor = swarm.stands_for_bytes / swarm.model_bytes if swarm.stands_for_bytes else 1.0
@@ -277,7 +279,7 @@ class World:
             }
         node.task = trio.lowlevel.current_task()
         node.engine = WatchedEngine(node.make(rng), node.name, self.log)
-        begun = _Begun(node, task_status)
+        begun = _Begun(node, task_status, self.started)
         code: int | None = None
         try:
             with scope:
@@ -460,12 +462,14 @@ class _Lines(logging.Handler):
 class _Begun:
     """trio's task status for ``run_node``: keeps the handle, and answers once in any case."""
 
-    def __init__(self, node: Node, task_status: Any) -> None:
-        self._node, self._task_status = node, task_status
+    def __init__(self, node: Node, task_status: Any, tell: list[Callable[[Node], None]]) -> None:
+        self._node, self._task_status, self._tell = node, task_status, tell
         self._open = True
 
     def started(self, value: NodeHandle, /) -> None:
         self._node.handle = value
+        for tell in self._tell:
+            tell(self._node)
         self.at_last()
 
     def at_last(self) -> None:
