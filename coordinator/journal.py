@@ -92,10 +92,10 @@ class Journal:
         """``reading``: for reading only, beside the coordinator that writes it, in any process."""
         self.path = path
         self._lock = threading.Lock()
+        self._reads_lock = threading.Lock()
         try:
             if reading:
-                source = f"{path.absolute().as_uri()}?mode=ro"
-                self._db = sqlite3.connect(source, uri=True, check_same_thread=False, timeout=10.0)
+                self._db = self._reads = _reader(path)
                 self._next = self._db.execute("SELECT coalesce(max(seq), -1) + 1 FROM events").fetchone()[0]
                 return
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
@@ -117,9 +117,12 @@ class Journal:
                 "damaged disk, or an old copy): restore a newer copy. Going on would contradict what was "
                 f"signed; to do so all the same, delete {_mark_path(path)}"
             )
+        self._reads = _reader(path)  # a look at what is durable does not wait for the commit under way
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
+        with self._reads_lock:
+            self._reads.close()
         with self._lock:
             self._db.close()
 
@@ -286,9 +289,9 @@ class Journal:
     def payloads(self, submission_ids: Sequence[bytes]) -> dict[bytes, bytes]:
         """The signed payload bytes of those submissions that are still stored."""
         found: dict[bytes, bytes] = {}
-        with self._lock:
+        with self._reads_lock:
             for submission_id in submission_ids:
-                row = self._db.execute(
+                row = self._reads.execute(
                     "SELECT data FROM payloads WHERE submission = ?", (submission_id,)
                 ).fetchone()
                 if row is not None:
@@ -297,16 +300,16 @@ class Journal:
 
     def payload_ids(self, before_version: int) -> list[bytes]:
         """Submissions at policy versions under ``before_version`` whose payloads are stored."""
-        with self._lock:
-            rows = self._db.execute(
+        with self._reads_lock:
+            rows = self._reads.execute(
                 "SELECT submission FROM payloads WHERE policy_version < ?", (before_version,)
             )
             return [row[0] for row in rows]
 
     def receipts(self, node: bytes, from_index: int, limit: int) -> tuple[Signed, ...]:
         """Signed receipts of ``node`` with a ledger index of at least ``from_index``, oldest first."""
-        with self._lock:
-            rows = self._db.execute(
+        with self._reads_lock:
+            rows = self._reads.execute(
                 "SELECT data FROM receipts WHERE node = ? AND ledger_index >= ? "
                 "ORDER BY ledger_index LIMIT ?",
                 (node, from_index, limit),
@@ -330,6 +333,11 @@ class Journal:
         with self._lock:
             row = self._db.execute("SELECT data FROM heads ORDER BY size DESC LIMIT 1").fetchone()
         return None if row is None else wire.decode(row[0], Signed)
+
+
+def _reader(path: Path) -> sqlite3.Connection:
+    source = f"{path.absolute().as_uri()}?mode=ro"
+    return sqlite3.connect(source, uri=True, check_same_thread=False, timeout=10.0)
 
 
 def _crc(seq: int, data: bytes) -> int:
