@@ -115,7 +115,7 @@ FOUND_BY: dict[CheatKind, tuple[str, str]] = {
     "other-model": ("toploc", "computes with a smaller model"),
     "logprobs": ("logprobs", "claims that its tokens were less likely than they were"),
     "tokens": ("sampling", "writes right answers itself, with proofs that hold"),
-    "truncate": ("length", "stops half way to be sooner done"),
+    "truncate": ("termination", "stops half way to be sooner done"),
     "replay": ("toploc", "sends its first unit again for every lease"),
     "copy": ("toploc", "sends what another node would have made"),
     "garbage": ("toploc", "sends random proofs"),

@@ -21,6 +21,7 @@ from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.simulation import standin
+from barnraise.simulation.bulk import BulkNetwork
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.noting import Noting
 from barnraise.simulation.scenario import Scenario
@@ -58,6 +59,8 @@ class Headquarters:
         self.run: Run | None = None
         self.jobs: list[TrainJob] = []
         self.lives = 0
+        self.wire: BulkNetwork | None = None
+        self.bulk_sent = 0  # bytes of shards, by earlier lives
         self.opened: list[Callable[[Core], None]] = []
         self.skew_s = 0.0
         self.identity = identity_of(seed, "operator")
@@ -113,8 +116,10 @@ class Headquarters:
                 setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path), threads=1)
                 peer_id = run.identity.peer_id
                 async with self._memory.network(peer_id, number=_NUMBER) as network:
+                    self.wire = BulkNetwork(network)
+                    self.wire.sent = self.bulk_sent
                     await run_coordinator(
-                        *(run, network),
+                        *(run, self.wire),
                         _Verifiers(setup, work.verify_s, work.verifiers),
                         _Learner(setup, work.learn_s, self.jobs),
                         now_ms=self.now_ms,
@@ -129,6 +134,7 @@ class Headquarters:
         except Exception as error:
             self._died("coordinator", error)
         finally:
+            self.bulk_sent = 0 if self.wire is None else self.wire.sent
             self.core = self.hub = self.state = None
             gone.set()
 

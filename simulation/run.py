@@ -238,16 +238,17 @@ async def _tell(world: World, outcome: Outcome, progress: Callable[[Now], None] 
 
 def facts(world: World) -> dict[str, Any]:
     """What only the living can tell at the end: bytes by host, deaths, the ledger's size and root."""
-    core, served = world.core, world.memory._hosts.get(world.coordinator.identity.peer_id)
+    core, origin = world.core, world.coordinator.wire
+    wires = [node.wire for node in world.nodes.values() if node.wire is not None]
     return {
+        "nodes": len(world.nodes),
         "live": len(world.live),
         "deaths": len(world.deaths),
         "version": world.head,
         "ledger": None if core is None else len(core.ledger),
         "root": None if core is None else core.ledger.root().hex(),
-        "coordinator_out": None if served is None else served.bytes_out,
-        "coordinator_in": None if served is None else served.bytes_in,
-        "nodes_out": sum(node.network.bytes_out for node in world.nodes.values() if node.network is not None),
+        "origin_bulk": 0 if origin is None else origin.sent,
+        "nodes_bulk": sum(wire.sent for wire in wires),
     }
 
 

@@ -31,11 +31,9 @@ from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import Engine
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import DEAD_AFTER_S, MemoryNetwork, MemorySwarm
-from barnraise.protocol.messages import SHARD_PROTOCOL
-from barnraise.protocol.tree_messages import BULK_PROTOCOL
 from barnraise.simulation import full_disk
+from barnraise.simulation.bulk import BULK, SMALLEST, BulkNetwork
 from barnraise.simulation.cheats import make_engine
-from barnraise.simulation.corrupt import CorruptingNetwork
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.event_log import EventLog
 from barnraise.simulation.freeze import Freezer
@@ -47,8 +45,6 @@ from barnraise.simulation.watched import WatchedEngine
 
 LEAVE_S = 120.0  # a goodbye that takes longer becomes a crash
 RESET_LOSS_S = 20.0  # over the loss: how often a line's connections break; 1 %: every 2000 s
-_BULK = frozenset({SHARD_PROTOCOL, BULK_PROTOCOL})
-_CONTROL = 256  # bytes: what is smaller than this on a bulk stream asks or answers, and weighs itself
 
 
 @dataclass(eq=False)
@@ -71,6 +67,7 @@ class Node:
     code: int | None = None
     handle: NodeHandle | None = None
     network: MemoryNetwork | None = None
+    wire: BulkNetwork | None = None
     engine: WatchedEngine | None = None
     scope: trio.CancelScope | None = None
     task: trio.lowlevel.Task | None = None
@@ -119,7 +116,7 @@ class World:
         factor = swarm.stands_for_bytes / swarm.model_bytes if swarm.stands_for_bytes else 1.0
         self.memory = MemorySwarm(
             latency_s=swarm.latency_ms / 1000,
-            weigh=lambda protocol, size: size * factor if protocol in _BULK and size >= _CONTROL else size,
+            weigh=lambda protocol, size: size * factor if protocol in BULK and size >= SMALLEST else size,
         )
         self.freezer = Freezer()
         self._nursery = nursery
@@ -287,14 +284,16 @@ class World:
                     self.memory.network(node.peer_id, **options) as network,
                     trio.open_nursery() as side,
                 ):
-                    node.network = network
+                    node.network, before = network, 0 if node.wire is None else node.wire.sent
+                    wire = node.wire = BulkNetwork(network, corrupt=node.traits.corrupt)
+                    wire.sent = before
                     if line is not None and line.loss > 0:
                         side.start_soon(
                             self._lose, node.peer_id, drawn(self.seed, "loss", node.name), line.loss
                         )
                     code = await run_node(
                         node.config,
-                        CorruptingNetwork(network) if node.traits.corrupt else network,
+                        wire,
                         node.engine,
                         node.identity,
                         lambda: virtual_ms() + round(node.skew_s * 1000),

@@ -32,6 +32,7 @@ from barnraise.tui import (
     report,
     runs,
     service,
+    simulate,
     status,
     steer,
     swarm,
@@ -66,6 +67,7 @@ app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)
 for _verb in ("pause", "resume", "finish", "leave"):
     app.command(_verb, epilog=getattr(steer, f"{_verb.upper()}_EXAMPLES"))(getattr(steer, _verb))
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
+app.command("simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
