@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ class Context:
     engine_limits: EngineLimits | None = None  # what the engine was told last
     wake: Signal = field(default_factory=Signal)
     changed: Changed = field(default_factory=Changed)
+    spoken: Signal = field(default_factory=Signal)  # what is to be said of the state may be another now
     run: Run | None = None
     session: Session | None = None
     pending: PendingWork | None = None
@@ -119,12 +121,16 @@ class Context:
     engine_scope: trio.CancelScope | None = None
     fetch_scope: trio.CancelScope | None = None
     spoke_at: float = 0.0
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)  # must not raise
 
     def feed(self, event: Event) -> None:
         """Fold an event into the state and wake the loop."""
         self.state = core.apply(self.state, event, trio.current_time())
         self.wake.set()
         self.changed.set()
+        self.spoken.set()
+        for listener in self.listeners:
+            listener(event)
 
     def jitter(self) -> float:
         """A number in [0, 1)."""

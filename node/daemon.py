@@ -75,6 +75,7 @@ class NodeHandle:
     """What a running node offers to viewers: its state tree, a signal of changes, commands.
 
     Attributes:
+        context: what the daemon's tasks share, to look at and listen to (simulations do); change nothing.
         changed: set whenever the tree may have changed.
         commands: ``pause`` (``seconds`` or none), ``resume``, ``finish``, ``leave``,
             ``appeal`` (``receipt``: see ``barnraise.node.appeal``),
@@ -85,7 +86,7 @@ class NodeHandle:
     """
 
     def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+        self._ctx = self.context = ctx
         self.changed: Changed = ctx.changed
         self.commands: dict[str, CommandHandler] = {
             "pause": self._pause,
@@ -278,7 +279,10 @@ async def run_node(
 async def _decide(ctx: Context, nursery: trio.Nursery) -> Stop:
     """Step, start what was decided, wait for an event or the next due moment; until the end."""
     while True:
+        before = ctx.state.activity
         ctx.state, decided = core.step(ctx.state, trio.current_time())
+        if ctx.state.activity != before:
+            ctx.spoken.set()
         for action in decided:
             ctx.changed.set()
             _start(ctx, nursery, action)
@@ -330,7 +334,6 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
 async def _speak_up(ctx: Context) -> None:
     """Put every lasting state into words, and repeat it before it is silent for too long (R3)."""
     announced: tuple[str, str] | None = None
-    seen = -1
     while True:
         activity, now = ctx.state.activity, trio.current_time()
         asks = ctx.consent.open is not None
@@ -346,7 +349,7 @@ async def _speak_up(ctx: Context) -> None:
             ctx.say(CONSENT if asks else sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
             continue
         with trio.move_on_at(due):
-            seen = await ctx.changed.wait(seen)
+            await ctx.spoken.wait()
 
 
 async def _count_traffic(ctx: Context) -> None:
@@ -363,6 +366,11 @@ async def _count_traffic(ctx: Context) -> None:
 
 async def _tidy_units(ctx: Context) -> None:
     """Delete the files of block units that nobody will ask for any more."""
+    seen = -1
+    while ctx.run is None:
+        seen = await ctx.changed.wait(seen)
+    if ctx.run.spec.pretrain is None:
+        return
     while True:
         await trio.sleep(TIDY_EVERY_S)
         if ctx.units is None or ctx.pending is None or ctx.receipts is None:
