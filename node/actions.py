@@ -94,6 +94,7 @@ async def fetch(ctx: Context, action: Fetch, scope: trio.CancelScope) -> None:
         now = trio.current_time()
         if transfer is None or transfer.total != total:  # patches first, whole files if those fail
             transfer = ctx.facts.transfer = Transfer(version, total, now, skipped=done)
+            ctx.spoken.set()
         transfer.done = done
         transfer.sources = fetcher.came_from
         scope.deadline = now + patience

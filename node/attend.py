@@ -163,11 +163,13 @@ async def _agreed(ctx: Context, run: Run) -> bool:
     if ctx.approve is None or ctx.known.approved(run.run_id):
         return True
     ctx.changed.set()
+    ctx.spoken.set()
     try:
         if not await ctx.consent.ask(ctx.approve, run.run_id, _description(ctx, run)):
             return False
     finally:
         ctx.changed.set()
+        ctx.spoken.set()
     ctx.known.approve(run.run_id)
     return True
 

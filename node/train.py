@@ -116,6 +116,7 @@ async def _ensure_block(ctx: Context, lease: BlockLease) -> bool:
         if transfer is None:
             what = f"block {lease.block} of version {version}"
             transfer = ctx.facts.transfer = Transfer(version, total, started, skipped=done, what=what)
+            ctx.spoken.set()
         transfer.done = done
         transfer.sources = fetcher.came_from
         ctx.changed.set()
@@ -310,6 +311,7 @@ async def _fetch_shards(ctx: Context, missing: dict[bytes, int]) -> None:
     fetcher, started = ctx.corpus_fetcher, trio.current_time()
     total = sum(missing.values())
     transfer = ctx.facts.transfer = Transfer(-1, total, started, what="the corpus")
+    ctx.spoken.set()
     speak_at = started + FIRST_LINE_S
 
     def received(more: int) -> None:
