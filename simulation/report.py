@@ -75,7 +75,8 @@ def rows(outcome: Outcome, found: Measures) -> list[Row]:
             (
                 f"cheat {kind}",
                 f"{facts.nodes} nodes, {facts.submitted} units, {facts.rejected} rejected "
-                f"({checks or 'none'}; meant: {meant}), first {first}; {facts.banned} bans, credit {facts.credit}",
+                f"({checks or 'none'}; meant: {meant}), first {first}; "
+                f"{facts.banned} bans, credit {facts.credit}",
             )
         )
     if found.honest_rejected:

@@ -226,6 +226,9 @@ class World:
             exit_when_complete=True,
             assume_yes=True,
             heartbeat_s=self.scenario.swarm.heartbeat_s,
+            gossip_s=2 * self.scenario.swarm.heartbeat_s,  # a thousand nodes that talk less often
+            look_s=self.scenario.swarm.heartbeat_s,
+            witness_s=12 * self.scenario.swarm.heartbeat_s,
             tree=self.scenario.swarm.tree,
             disk_bytes=disk_bytes,
         )

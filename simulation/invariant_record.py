@@ -1,0 +1,360 @@
+"""What a coordinator has made durable, folded once more by other rules than its own.
+
+Pure: ``Record.hear`` is a listener of ``Core`` (``barnraise.coordinator.core``) and raises ``Broken``
+where an event contradicts what came before. It outlives the coordinator: after a crash, the next
+one is held to what the one before had said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from barnraise.coordinator import events
+from barnraise.coordinator.journal import Payload, Write
+from barnraise.coordinator.scheduler import HELD_PER_NODE, LEASES_PER_NODE
+from barnraise.coordinator.state import State
+from barnraise.coordinator.submissions import GRACE_MS
+from barnraise.coordinator.workers import TrainJob
+from barnraise.protocol.identity import verify
+from barnraise.protocol.ledger import LedgerError, LedgerFold, decode_entry
+from barnraise.protocol.merkle import MerkleLog
+from barnraise.protocol.messages import RolloutLease, Signed
+from barnraise.protocol.spec import RunSpec
+
+_SUBMISSION = b"barnraise/1/RolloutSubmission\0"  # written out: a fault in the envelope must not hide here
+_MANIFEST = b"barnraise/1/Manifest\0"
+
+
+class Broken(Exception):
+    """An invariant does not hold.
+
+    Attributes:
+        name: the invariant's, such as ``"credited-once"``; what: which thing, and how.
+        at_s: when it was found, in virtual seconds; None where nobody looked at the clock.
+    """
+
+    def __init__(self, name: str, what: str, at_s: float | None = None) -> None:
+        self.name, self.what, self.at_s = name, what, at_s
+        when = "" if at_s is None else f" at {at_s:.3f} s"
+        super().__init__(f"{name}{when}: {what}")
+
+
+@dataclass(slots=True)
+class Loan:
+    """A lease that is open. ``released``: somebody else may have its unit."""
+
+    terms: RolloutLease
+    released: bool = False
+
+
+class Record:
+    """One run, as its journal grew.
+
+    Attributes:
+        events: how many were heard. ``entries``: the ledger's, as bytes.
+        leases: open ones, by id. ``submitted``: submission -> its lease. ``waiting``: not judged yet.
+        credit: by node's key. ``manifests``: version -> SHA-256 of what was published.
+    """
+
+    def __init__(self, spec: RunSpec, run_id: bytes) -> None:
+        self.events = 0
+        self.entries: list[bytes] = []
+        self.log = MerkleLog()
+        self.ledger = LedgerFold(spec)
+        self.leases: dict[bytes, Loan] = {}
+        self.submitted: dict[bytes, RolloutLease] = {}
+        self.waiting: set[bytes] = set()
+        self.accepted: dict[bytes, int] = {}  # submission -> credit that counts
+        self.used: dict[bytes, int] = {}  # submission -> the version it went into
+        self.credit: Counter[bytes] = Counter()
+        self.manifests: dict[int, bytes] = {}
+        self.banned_until: dict[bytes, int] = {}
+        self.batches: dict[int, tuple[bytes, ...]] = {}
+        self.head = -1
+        self._spec, self._run_id = spec, run_id
+        self._judged: set[bytes] = set()
+        self._credited: Counter[int] = Counter()  # by unit
+        self._released: Counter[int] = Counter()  # by unit: how often it became free for somebody else
+        self._holder: dict[int, bytes] = {}  # unit -> the lease that reserves it
+        self._of_node: dict[bytes, set[bytes]] = {}
+        self._jobs = 0
+
+    def hear(self, write: Write) -> None:
+        """Take in one durable write.
+
+        Raises:
+            Broken: it contradicts what was durable before.
+        """
+        for data in write.entries:
+            self.log.append(data)
+            self.entries.append(data)
+            try:
+                self.ledger.add(decode_entry(data))
+            except LedgerError as error:
+                raise Broken("ledger-rules", str(error)) from None
+        for event in write.events:
+            self.events += 1
+            self._hear(event, write)
+
+    def _hear(self, event: events.Event, write: Write) -> None:
+        match event:
+            case events.LeaseIssued(lease=lease):
+                self._lease(lease)
+            case events.LeaseTimedOut():
+                self._release(event.lease_id)
+            case events.LeaseClosed():
+                self._release(event.lease_id)
+                self._close(event.lease_id, "closed")
+            case events.Submitted():
+                self._submit(event, write.payloads)
+            case events.SubmissionJudged():
+                self._judge(event)
+            case events.AppealDecided():
+                if event.verdict.accepted:
+                    self._earn(event.submission_id, event.credit)
+            case events.CreditClawedBack():
+                lost = self.accepted.pop(event.submission_id, 0)
+                self.credit[self._node(event.submission_id)] -= lost
+            case events.CreditRestored():
+                pass  # how much is in the ledger alone: its fold is compared at the end
+            case events.BatchFormed():
+                self._batch(event)
+            case events.VersionPublished():
+                self._published(event, write.manifest)
+            case events.NodeBanned():
+                self.banned_until[event.node] = event.until
+                for lease_id in self._of_node.get(event.node, ()):
+                    self._release(lease_id)
+            case events.BanLifted():
+                self.banned_until.pop(event.node, None)
+            case _:
+                pass
+
+    def _node(self, submission_id: bytes) -> bytes:
+        lease = self.submitted.get(submission_id)
+        if lease is None:
+            raise Broken("submitted-first", f"submission {_name(submission_id)} was never stored")
+        return lease.node
+
+    def _lease(self, lease: RolloutLease) -> None:
+        holder = self._holder.get(lease.unit_id)
+        if holder is not None:
+            raise Broken(
+                "lent-once",
+                f"unit {lease.unit_id} is lent to {_name(lease.node)} while lease {_name(holder)} of "
+                f"{_name(self.leases[holder].terms.node)} reserves it",
+            )
+        if lease.policy_version > self.head:
+            raise Broken("lent-published", f"unit {lease.unit_id} is lent at version {lease.policy_version}")
+        self.leases[lease.lease_id] = Loan(lease)
+        self._holder[lease.unit_id] = lease.lease_id
+        mine = self._of_node.setdefault(lease.node, set())
+        mine.add(lease.lease_id)
+        reserved = sum(not self.leases[key].released for key in mine)
+        if reserved > LEASES_PER_NODE or len(mine) > HELD_PER_NODE:
+            raise Broken(
+                "leases-bounded", f"{_name(lease.node)} holds {len(mine)} leases, {reserved} of them reserved"
+            )
+
+    def _release(self, lease_id: bytes) -> None:
+        loan = self._open(lease_id, "released")
+        if not loan.released:
+            loan.released = True
+            self._released[loan.terms.unit_id] += 1
+            self._holder.pop(loan.terms.unit_id, None)
+
+    def _open(self, lease_id: bytes, why: str) -> Loan:
+        loan = self.leases.get(lease_id)
+        if loan is None:
+            raise Broken("lease-open", f"lease {_name(lease_id)} is {why} and is not open")
+        return loan
+
+    def _close(self, lease_id: bytes, why: str) -> RolloutLease:
+        terms = self._open(lease_id, why).terms
+        del self.leases[lease_id]
+        self._of_node[terms.node].discard(lease_id)
+        if self._holder.get(terms.unit_id) == lease_id:
+            del self._holder[terms.unit_id]
+        return terms
+
+    def _submit(self, event: events.Submitted, payloads: Sequence[Payload]) -> None:
+        name = _name(event.submission_id)
+        if event.submission_id in self.submitted:
+            raise Broken("submitted-once", f"submission {name} is stored twice")
+        terms = self._close(event.lease_id, "answered")
+        self.submitted[event.submission_id] = terms
+        self.waiting.add(event.submission_id)
+        if event.at_ms > terms.deadline_at + GRACE_MS:
+            raise Broken("in-time", f"submission {name} came {event.at_ms - terms.deadline_at} ms late")
+        payload = next((item for item in payloads if item.submission_id == event.submission_id), None)
+        if payload is None:
+            raise Broken("stored-with-payload", f"submission {name} is acknowledged without its bytes")
+        check_submission(payload.signed, event.submission_id, terms)
+
+    def _judge(self, event: events.SubmissionJudged) -> None:
+        if event.submission_id in self._judged:
+            raise Broken("judged-once", f"submission {_name(event.submission_id)} is judged twice")
+        self._node(event.submission_id)
+        self._judged.add(event.submission_id)
+        self.waiting.discard(event.submission_id)
+        if event.verdict.accepted:
+            self._earn(event.submission_id, event.credit)
+        elif event.credit:
+            raise Broken("credited-once", f"rejected submission {_name(event.submission_id)} earns credit")
+
+    def _earn(self, submission_id: bytes, credit: int) -> None:
+        if submission_id in self.accepted:
+            raise Broken("credited-once", f"submission {_name(submission_id)} is credited twice")
+        unit = self.submitted[submission_id].unit_id
+        self._credited[unit] += 1
+        if self._credited[unit] > 1 + self._released[unit]:
+            raise Broken(
+                "credited-once", f"unit {unit} is credited {self._credited[unit]} times, lent on too few"
+            )
+        self.accepted[submission_id] = credit
+        self.credit[self._node(submission_id)] += credit
+
+    def _batch(self, event: events.BatchFormed) -> None:
+        self.batches[event.version] = event.submissions
+        self._check_use(event.version, event.submissions)
+        for submission_id in event.submissions:
+            self.used[submission_id] = event.version
+
+    def _check_use(self, version: int, submissions: Sequence[bytes]) -> None:
+        if len(set(submissions)) < len(submissions):
+            raise Broken("used-once", f"version {version} is made from one submission several times")
+        for submission_id in submissions:
+            before = self.used.get(submission_id)
+            if before is not None:
+                raise Broken(
+                    "used-once",
+                    f"submission {_name(submission_id)} goes into version {version} and went into {before}",
+                )
+            if submission_id not in self.accepted:
+                raise Broken("used-accepted", f"version {version} uses work that does not count")
+            check_lag(version, self.submitted[submission_id], self._spec.rollout.max_lag)
+
+    def _published(self, event: events.VersionPublished, manifest: tuple[int, Signed] | None) -> None:
+        self.head, self.manifests[event.version] = event.version, event.manifest
+        if manifest is None:
+            raise Broken("published-signed", f"version {event.version} is published without a manifest")
+        signed = manifest[1]
+        if hashlib.sha256(signed.payload).digest() != event.manifest:
+            raise Broken(
+                "published-signed", f"version {event.version}: the ledger and the manifest disagree"
+            )
+        self.check_manifest(event.version, signed)
+
+    def check_manifest(self, version: int, signed: Signed) -> None:
+        """That this is what the operator signed and published as ``version``.
+
+        Raises:
+            Broken: it is not.
+        """
+        if signed.signer != self._spec.operator or not verify(
+            self._spec.operator, _MANIFEST + signed.payload, signed.signature
+        ):
+            raise Broken("version-signed", f"the manifest of version {version} is not signed by the operator")
+        if self.manifests.get(version) != hashlib.sha256(signed.payload).digest():
+            raise Broken("version-signed", f"this manifest was never published as version {version}")
+
+    def check_jobs(self, jobs: Sequence[TrainJob]) -> None:
+        """What the learner really got since the last call: the batches, each rollout once, none too old.
+
+        Raises:
+            Broken: it got something else.
+        """
+        for job in jobs[self._jobs :]:
+            self._jobs += 1
+            batch = self.batches.get(job.version)
+            found = tuple(hashlib.sha256(part.payload).digest() for part in job.parts)
+            if found != batch:
+                raise Broken("used-once", f"version {job.version} is trained on other work than its batch")
+            for submission_id, part in zip(found, job.parts, strict=True):
+                if part.lease != self.submitted[submission_id]:
+                    raise Broken("used-once", f"version {job.version}: a part under somebody else's lease")
+                check_lag(job.version, part.lease, self._spec.rollout.max_lag)
+
+    def check_restart(self, state: State) -> None:
+        """That a coordinator which has just begun knows all that was durable.
+
+        Raises:
+            Broken: something is forgotten.
+        """
+        lost = [key for key in self.leases if key not in state.leases and key not in state.closed]
+        if lost:
+            raise Broken(
+                "restart-forgets-nothing", f"{len(lost)} open leases are gone, such as {_name(lost[0])}"
+            )
+        gone = [key for key in self.waiting if key not in state.submissions]
+        if gone:
+            raise Broken("restart-forgets-nothing", f"{len(gone)} acknowledged submissions are gone")
+        if state.head < self.head:
+            raise Broken("restart-forgets-nothing", f"version {self.head} is gone, the head is {state.head}")
+
+    def check_credit(self, state: State) -> None:
+        """That the balances agree: state, ledger, and this record. ``state`` must be on the disk.
+
+        Raises:
+            Broken: credit came from nowhere, or is lost.
+        """
+        restored = self.ledger.clawed_back < sum(self.credit.values())  # see CreditRestored
+        for key, balance in self.ledger.balances.items():
+            node = state.nodes.get(key)
+            shown = None if node is None else node.credit
+            mine = balance if restored else self.credit[key]
+            if shown != balance or mine != balance:
+                raise Broken(
+                    "credit-conserved",
+                    f"{_name(key)} has {shown} by the state, {balance} by the ledger, {mine} by the verdicts",
+                )
+
+
+def check_submission(signed: Signed, submission_id: bytes, lease: RolloutLease) -> None:
+    """That stored work is its lease holder's own, whole.
+
+    Raises:
+        Broken: it has another signer, no valid signature, or another id.
+    """
+    name = _name(submission_id)
+    if hashlib.sha256(signed.payload).digest() != submission_id:
+        raise Broken("submission-signed", f"submission {name} is stored under another id than its content's")
+    if signed.signer != lease.node or not verify(lease.node, _SUBMISSION + signed.payload, signed.signature):
+        raise Broken("submission-signed", f"submission {name} is not signed by {_name(lease.node)}")
+
+
+def check_lag(version: int, lease: RolloutLease, max_lag: int) -> None:
+    """That rollouts are not too old for ``version``.
+
+    Raises:
+        Broken: they are.
+    """
+    lag = version - 1 - lease.policy_version
+    if not 0 <= lag <= max_lag:
+        raise Broken(
+            "within-lag", f"version {version} uses rollouts of version {lease.policy_version}: lag {lag}"
+        )
+
+
+def check_log(record: Record, size: int, root: bytes) -> None:
+    """That a signed tree head is one of the entries that were durable.
+
+    Raises:
+        Broken: it is of other entries.
+    """
+    try:
+        mine = record.log.root(size)
+    except IndexError:
+        raise Broken("ledger-grows", f"a tree head of {size} entries, {len(record.log)} exist") from None
+    if mine != root:
+        raise Broken("ledger-grows", f"the first {size} entries are not those that were there before")
+
+
+def _name(identifier: bytes) -> str:
+    return identifier.hex()[:16]
+
+
+__all__ = ["Broken", "Loan", "Record", "check_lag", "check_log", "check_submission"]
