@@ -6,6 +6,7 @@ dialled at once there are two, each read by the other side and ended together.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -78,12 +79,24 @@ class Link:
         Raises:
             PeerError: the stream broke, or took nothing for 30 s.
         """
-        while True:
-            await self._work.wait()
-            await self.flush()
+        with trio.CancelScope() as limit:
+            while True:
+                await self._work.wait()
+                await self._send(limit)
+        raise PeerError(self._unread())
 
     async def flush(self) -> None:
         """Send what is posted up to now; see ``write``."""
+        with trio.CancelScope() as limit:
+            await self._send(limit)
+        if limit.cancelled_caught:
+            raise PeerError(self._unread())
+
+    def _unread(self) -> str:
+        return f"{self.peer_id} took no messages for {WRITE_S:.0f} s"
+
+    async def _send(self, limit: trio.CancelScope) -> None:
+        """One scope for all writes, whose deadline moves: to make one for each costs more than the write."""
         self._work = trio.Event()
         while self._outbox:
             parts = [self._outbox.popleft()]
@@ -92,10 +105,9 @@ class Link:
                 parts.append(self._outbox.popleft())
                 size += len(parts[-1])
             self._waiting -= size
-            with trio.move_on_after(WRITE_S) as limit:
-                await self.streams[0].write(b"".join(parts))
-            if limit.cancelled_caught:
-                raise PeerError(f"{self.peer_id} took no messages for {WRITE_S:.0f} s")
+            limit.deadline = trio.current_time() + WRITE_S
+            await self.streams[0].write(b"".join(parts))
+            limit.deadline = math.inf
 
     async def throttle(self) -> None:
         """Called for each message that came: a flood is read no faster than honest neighbours talk."""
