@@ -71,11 +71,12 @@ class Node:
     engine: WatchedEngine | None = None
     scope: trio.CancelScope | None = None
     task: trio.lowlevel.Task | None = None
+    gone: bool = False  # crashed; what is left of it ends in a moment
     ended: trio.Event = field(default_factory=trio.Event)
 
     @property
     def live(self) -> bool:
-        return self.scope is not None and not self.ended.is_set()
+        return self.scope is not None and not self.gone and not self.ended.is_set()
 
     @property
     def peer_id(self) -> str:
@@ -183,6 +184,19 @@ class World:
         for close in self._closing:
             close()
 
+    def reachable(self, name: str) -> bool:
+        """Whether a node runs, is awake, is where the coordinator is, and has room on its disk."""
+        node = self.nodes[name]
+        frozen = node.task is not None and self.freezer.frozen(node.task)
+        there = self.coordinator.identity.peer_id not in self.memory._islands
+        return (
+            node.live
+            and not frozen
+            and there
+            and node.peer_id not in self.memory._islands
+            and not full_disk.is_full(node.config.data)
+        )
+
     # --- time
 
     async def advance(self, seconds: float) -> None:
@@ -244,12 +258,15 @@ class World:
         node = self.nodes[name]
         if node.live:
             raise ValueError(f"{name} is running")
+        if not node.ended.is_set():  # of a power cut others may not have heard yet
+            self._kill(node)
+            await node.ended.wait()
         await self._start(node)
         return node
 
     async def _start(self, node: Node) -> None:
         node.lives += 1
-        node.code, node.ended, node.scope = None, trio.Event(), trio.CancelScope()
+        node.code, node.ended, node.scope, node.gone = None, trio.Event(), trio.CancelScope(), False
         its = node.traits
         self.log.note(
             "join",
@@ -334,6 +351,7 @@ class World:
         """
         node = self._running(name)
         self.log.note("crash", node=name, silent=silent or None)
+        node.gone = True
         if silent:
             self._still(node)
             self._nursery.start_soon(self._bury, node, node.ended)
@@ -362,6 +380,7 @@ class World:
             await node.ended.wait()
         if not node.ended.is_set():
             self.log.note("hangs", node=name)
+            node.gone = True
             self._kill(node)
             await node.ended.wait()
 
