@@ -31,6 +31,11 @@ def clear(folder: Path) -> None:
     _full.discard(str(folder))
 
 
+def is_full(folder: Path) -> bool:
+    """Whether ``fill`` was called for it, and ``clear`` was not."""
+    return str(folder) in _full
+
+
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if not _full or event not in ("open", "os.mkdir"):
         return

@@ -189,8 +189,8 @@ def settings(scenario: Scenario) -> Settings:
             max_groups_per_version=min(2 * groups, 65_536),
             max_lag=work.max_lag,
             versions=work.versions,
-            timeout_s=work.timeout_s,
-            deadline_s=work.deadline_s,
+            timeout_s=float(work.timeout_s),
+            deadline_s=float(work.deadline_s),
         ),
         weights_dtype="bfloat16",
     )

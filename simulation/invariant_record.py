@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from barnraise.coordinator import events
@@ -80,7 +80,19 @@ class Record:
         self._released: Counter[int] = Counter()  # by unit: how often it became free for somebody else
         self._holder: dict[int, bytes] = {}  # unit -> the lease that reserves it
         self._of_node: dict[bytes, set[bytes]] = {}
+        self._voided: dict[bytes, int] = {}  # submission -> credit clawed back
         self._jobs = 0
+        self._replaying = False
+
+    def replay(self, happened: Iterable[events.Event], entries: Iterable[bytes]) -> None:
+        """Take in what was durable before anybody listened; of its payloads nothing is known any more.
+
+        Raises:
+            Broken: see ``hear``.
+        """
+        self._replaying = True
+        self.hear(Write(events=tuple(happened), entries=tuple(entries)))
+        self._replaying = False
 
     def hear(self, write: Write) -> None:
         """Take in one durable write.
@@ -116,10 +128,11 @@ class Record:
                 if event.verdict.accepted:
                     self._earn(event.submission_id, event.credit)
             case events.CreditClawedBack():
-                lost = self.accepted.pop(event.submission_id, 0)
+                lost = self._voided[event.submission_id] = self.accepted.pop(event.submission_id, 0)
                 self.credit[self._node(event.submission_id)] -= lost
             case events.CreditRestored():
-                pass  # how much is in the ledger alone: its fold is compared at the end
+                again = self.accepted[event.submission_id] = self._voided.pop(event.submission_id, 0)
+                self.credit[self._node(event.submission_id)] += again
             case events.BatchFormed():
                 self._batch(event)
             case events.VersionPublished():
@@ -190,6 +203,8 @@ class Record:
         if event.at_ms > terms.deadline_at + GRACE_MS:
             raise Broken("in-time", f"submission {name} came {event.at_ms - terms.deadline_at} ms late")
         payload = next((item for item in payloads if item.submission_id == event.submission_id), None)
+        if self._replaying:
+            return
         if payload is None:
             raise Broken("stored-with-payload", f"submission {name} is acknowledged without its bytes")
         check_submission(payload.signed, event.submission_id, terms)
@@ -239,13 +254,13 @@ class Record:
 
     def _published(self, event: events.VersionPublished, manifest: tuple[int, Signed] | None) -> None:
         self.head, self.manifests[event.version] = event.version, event.manifest
+        if self._replaying:
+            return
         if manifest is None:
             raise Broken("published-signed", f"version {event.version} is published without a manifest")
         signed = manifest[1]
         if hashlib.sha256(signed.payload).digest() != event.manifest:
-            raise Broken(
-                "published-signed", f"version {event.version}: the ledger and the manifest disagree"
-            )
+            raise Broken("published-signed", f"version {event.version}: the ledger and the manifest disagree")
         self.check_manifest(event.version, signed)
 
     def check_manifest(self, version: int, signed: Signed) -> None:
@@ -301,11 +316,10 @@ class Record:
         Raises:
             Broken: credit came from nowhere, or is lost.
         """
-        restored = self.ledger.clawed_back < sum(self.credit.values())  # see CreditRestored
         for key, balance in self.ledger.balances.items():
             node = state.nodes.get(key)
             shown = None if node is None else node.credit
-            mine = balance if restored else self.credit[key]
+            mine = self.credit[key]
             if shown != balance or mine != balance:
                 raise Broken(
                     "credit-conserved",
