@@ -133,6 +133,7 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
     if not await _agreed(ctx, run):
         ctx.feed(Fatal("you chose not to join", EXIT_DECLINED))
         return False
+    ctx.known.reached(peer_id, printable(run.spec.name), _leading_to(ctx, peer_id, address))
     first = not ctx.state.joined_once
     if ctx.run is None:
         enter(ctx, run, _believe_head)
@@ -142,6 +143,11 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
     head = _believe_head(ctx, reply.head)
     ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag, last_block(run)))
     return True
+
+
+def _leading_to(ctx: Context, peer_id: str, answered: str) -> list[str]:
+    """The addresses given for this coordinator, the one that answered first."""
+    return [answered, *(a for a in ctx.config.addresses if a.rpartition("/p2p/")[2] == peer_id)]
 
 
 def _go_on_alone(ctx: Context) -> None:

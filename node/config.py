@@ -13,7 +13,7 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         mode.json                     a pause or finish that a crash must not undo
         supervisor.lock               held by whoever starts a crashed background node again, with its state
         node.err                      what a background node wrote to stderr
-        known.json                    which key each coordinator address served, which runs were approved
+        known.json                    whom each address led to, with which key and run; runs approved
         store/                        shards by content
         runs/<run id>/versions/       assembled policy versions
         runs/<run id>/receipts.bin    signed verdicts (R16)

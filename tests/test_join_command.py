@@ -16,6 +16,7 @@ import typer
 
 from barnraise.node.chosen import load_chosen
 from barnraise.node.config import NodeConfig
+from barnraise.node.known import KnownRuns
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.identity import Identity, load_identity, peer_id_of
 from barnraise.tui import attached, background, first_start, join
@@ -143,6 +144,27 @@ def test_the_background_gets_the_options_as_they_were_given() -> None:
     again = as_given(command.make_context("join", given))
     assert again == [ADDRESS, "--data", "/d", "--name", "a b", "--threads", "3", "--yes"]
     assert as_given(command.make_context("join", list(again))) == again
+
+
+def test_a_run_joined_before_needs_no_address(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("join", *place(tmp_path)) == 2
+    assert "no run was joined" in capsys.readouterr().err
+    data = Path(str(place(tmp_path)[1]))
+    known = KnownRuns(data / "known.json")
+    known.joined(PEER, b"r" * 32)
+    known.reached(PEER, "barn", [ADDRESS, "/dns4/home/tcp/1/p2p/" + PEER])
+    for words in ((), ("barn",), ("7272",)):
+        assert call("join", *words, *place(tmp_path)) == 7
+        assert seen.config is not None
+        assert seen.config.addresses == (ADDRESS, "/dns4/home/tcp/1/p2p/" + PEER)
+    assert call("join", "cellar", *place(tmp_path)) == 2
+    assert "'barn' (72727272" in capsys.readouterr().err
+    at_a_terminal(monkeypatch)
+    seen.state = {"kind": "node", "run": "r", "coordinator": OTHER.rpartition("/")[2], "pid": 12}
+    assert call("join", *place(tmp_path)) == 0  # whatever runs is meant
+    assert seen.what[-1] == "app"
 
 
 def test_a_second_join_shows_the_node_that_runs_and_starts_none(

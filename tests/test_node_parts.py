@@ -20,7 +20,7 @@ from barnraise.node.model import Activity
 from barnraise.node.pending import PendingWork
 from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import content_id, sign
-from barnraise.protocol.errors import KeyFileError, SignatureError, StorageError
+from barnraise.protocol.errors import KeyFileError, PeerError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Signed
 
@@ -123,6 +123,29 @@ def test_a_changed_run_key_is_refused_until_the_person_removes_it(tmp_path: Path
     path.write_text("{")
     with pytest.raises(StorageError, match="delete it"):
         KnownRuns(path)
+
+
+def test_a_run_is_found_again_by_name_id_or_as_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "known.json"
+    with pytest.raises(PeerError, match="no run was joined"):
+        KnownRuns(path).lead(None)
+    for peer_id, run, name in (
+        ("p1", b"\x11" * 32, "barn"),
+        ("p2", b"\x12" * 32, "barn"),
+        ("p3", RUN, "roof"),
+    ):
+        known = KnownRuns(path)
+        known.joined(peer_id, run)
+        known.reached(peer_id, name, [f"/ip4/1.2.3.4/tcp/1/p2p/{peer_id}"])
+    known.reached("p1", "barn", ["/dns4/new/tcp/1/p2p/p1"])
+    known = KnownRuns(path)
+    assert known.lead(None).addresses == ("/dns4/new/tcp/1/p2p/p1", "/ip4/1.2.3.4/tcp/1/p2p/p1")
+    assert known.lead("roof").run_id == RUN.hex()
+    assert known.lead("1212").addresses == ("/ip4/1.2.3.4/tcp/1/p2p/p2",)
+    with pytest.raises(PeerError, match=r"may be any of 'barn' \(1111.*'barn' \(1212.*by its id"):
+        known.lead("barn")
+    with pytest.raises(PeerError, match=r"'cellar' is neither an address.*'roof'"):
+        known.lead("cellar")
 
 
 def test_sleep_is_told_apart_from_a_clock_that_was_set() -> None:

@@ -27,6 +27,8 @@ MIN_MBIT = 0.256  # slower, and others would take the node for one that has stal
 EXAMPLES = (
     examples(
         "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...",
+        "join     (the run joined last, once more)",
+        "join my-run     (one joined before, by its name or the beginning of its id)",
         "join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooW... --data node-2 --key node-2.key",
         "join /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW... --up-mbit 5 --monthly-gb 300",
     )
@@ -38,8 +40,12 @@ EXAMPLES = (
 
 def join(
     context: typer.Context,
-    address: str = typer.Argument(
-        ..., metavar="MULTIADDR", help="The coordinator's address, ending in /p2p/<peer id>."
+    address: str | None = typer.Argument(
+        None,
+        metavar="[MULTIADDR|RUN]",
+        show_default=False,
+        help="The coordinator's address, ending in /p2p/<peer id>; or the name or id of a run joined "
+        "before. Left out: the one joined last.",
     ),
     data: Path | None = typer.Option(
         None,
@@ -120,9 +126,15 @@ def join(
     """Join a run: fetch the weights, generate rollouts, earn credit."""
     if data is not None and data.exists() and not data.is_dir():
         raise typer.BadParameter(f"{data} is a file; name a folder", param_hint="--data")
+    place = Path(os.path.abspath(data or default_data_path()))
+    person = not (headless or in_background) and sys.stdin.isatty() and sys.stdout.isatty()
+    attaches = person and bool(background.state_in(place) is not None or background.waiting_in(place))
+    # Without an address whatever runs is meant: it needs none to be shown.
+    addresses = ("",) if attaches and address is None else known_addresses(address, place)
     config = NodeConfig(
-        address=address,
-        data=Path(os.path.abspath(data or default_data_path())),
+        address=addresses[0],
+        more_addresses=addresses[1:],
+        data=place,
         key=Path(os.path.abspath(key or default_key_path())),
         name=name,
         listen=tuple(listen),
@@ -136,13 +148,12 @@ def join(
         json_lines=as_json,
         background=in_background,
     )
-    person = not (headless or in_background) and sys.stdin.isatty() and sys.stdout.isatty()
     lines = plain or as_json or is_plain(False) or bool(os.environ.get("NO_COLOR"))
     if not person:
         raise typer.Exit(_foreground(config))
-    if background.state_in(config.data) is not None or background.waiting_in(config.data):
+    if attaches:
         raise typer.Exit(_attach(config, lines, as_json))
-    check_address(address)
+    check_address(config.address)
     from barnraise.tui import first_start  # imports much
 
     if first_start.is_first(config) and not (yes or as_json):
@@ -157,6 +168,23 @@ def _foreground(config: NodeConfig) -> int:
         return run_from_config(config)
     except PeerError as error:  # an address to listen on that is malformed or taken
         raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+def known_addresses(given: str | None, data: Path) -> tuple[str, ...]:
+    """An address as it is; for a run joined before, or None for the last one, where it was met.
+
+    Raises:
+        typer.BadParameter: no such run was joined from ``data``, or several may be meant.
+        StorageError: what is remembered cannot be read.
+    """
+    if given is not None and "/" in given:
+        return (given,)
+    from barnraise.node.known import KnownRuns
+
+    try:
+        return KnownRuns(data / "known.json").lead(given).addresses
+    except PeerError as error:
+        raise typer.BadParameter(str(error), param_hint="MULTIADDR") from error
 
 
 def check_address(address: str) -> None:
@@ -188,7 +216,7 @@ def _attach(config: NodeConfig, lines: bool, as_json: bool) -> int:
     """Show the node that runs in the folder already."""
     state = _awaited(config.data)
     serves, wanted = str(state.get("coordinator") or ""), config.address.rpartition("/")[2]
-    if state.get("kind") != "node" or (serves and serves != wanted):
+    if state.get("kind") != "node" or (serves and wanted and serves != wanted):
         raise BarnraiseError(
             f"what runs in {config.data} works for coordinator {serves or '?'}, not for {wanted}: "
             "'barnraise leave' ends it; or choose another folder with --data (and another --key)"

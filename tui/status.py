@@ -55,10 +55,20 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
             cure = f"barnraise coordinator run {folder}"
         elif (folder / "known.json").is_file() or (folder / "lock").is_file():
             where = "" if folder == default_data_path() else f" --data {folder}"
-            cure = f"barnraise join MULTIADDR{where}"
+            cure = f"barnraise join{'' if _can_rejoin(folder) else ' MULTIADDR'}{where}"
         else:
             raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
         raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
+
+
+def _can_rejoin(folder: Path) -> bool:
+    """Whether the node of this folder knows where its run is."""
+    from barnraise.node.known import KnownRuns
+
+    try:
+        return bool(KnownRuns(folder / "known.json").leads())
+    except BarnraiseError:
+        return False
 
 
 def folder_or_default(folder: Path | None) -> Path:
