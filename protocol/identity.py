@@ -13,6 +13,7 @@ import hashlib
 import os
 import secrets
 import stat
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -29,6 +30,7 @@ from barnraise.protocol.errors import KeyFileError, MalformedError
 
 _MAX_KEY_FILE = 16 * 1024
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_REMEMBERED_BYTES = 8192  # a message of at most so many; see ``verify``
 # multihash "identity" (0x00), 36 bytes; protobuf: key type 1 (Ed25519), data of 32 bytes
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 
@@ -96,12 +98,24 @@ class Identity:
 
 
 def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Whether ``signature`` is ``public_key``'s Ed25519 signature of ``data``. Never raises on bad bytes."""
+    """Whether ``signature`` is ``public_key``'s Ed25519 signature of ``data``. Never raises on bad bytes.
+
+    Short messages that were judged lately are remembered: a head comes to a node from several sides.
+    """
+    if type(data) is type(signature) is type(public_key) is bytes and len(data) <= _REMEMBERED_BYTES:
+        return _verify_once(public_key, data, signature)
+    return _verify(public_key, data, signature)
+
+
+def _verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+_verify_once = lru_cache(maxsize=1024)(_verify)  # with _REMEMBERED_BYTES: 8 MiB at most, and some
 
 
 def peer_id_of(public_key: bytes) -> str:

@@ -197,3 +197,15 @@ def test_an_unreadable_key_file_and_a_read_only_folder_are_named(tmp_path: Path)
     with pytest.raises(KeyFileError, match="cannot write"):
         save_identity(Identity.generate(), tmp_path / "other.key")
     tmp_path.chmod(0o700)
+
+
+def test_what_was_judged_once_is_judged_the_same_again() -> None:
+    one, other = Identity.generate(), Identity.generate()
+    for data in (b"short", bytes(100_000)):
+        signature = one.sign(data)
+        for _ in range(2):
+            assert verify(one.public_key, data, signature)
+            assert not verify(other.public_key, data, signature)
+            assert not verify(one.public_key, data + b"!", signature)
+            assert not verify(one.public_key, data, bytes(64))
+    assert verify(one.public_key, bytearray(b"short"), one.sign(b"short"))  # type: ignore[arg-type]
