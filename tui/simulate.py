@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from barnraise.protocol.errors import StorageError
 from barnraise.tui.console import duration, emit_json, examples, print_rows
 
 if TYPE_CHECKING:
+    from barnraise.simulation.churn import Planned
     from barnraise.simulation.run import Now, Outcome
     from barnraise.simulation.scenario import Scenario
 
@@ -46,6 +47,7 @@ def simulate(
     """Simulate a swarm: churn, crashes, partitions, cheats, on the real protocol, node and coordinator."""
     from barnraise.simulation import run
     from barnraise.simulation.event_log import read_log
+    from barnraise.simulation.invariants import Invariants
     from barnraise.simulation.measure import measure
     from barnraise.simulation.report import as_json as report_json
     from barnraise.simulation.report import command, rows
@@ -57,7 +59,10 @@ def simulate(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise StorageError(f"{keep} is not empty: choose another folder for --keep")
     with run.scratch_folder(keep) as folder:
-        outcome = run.simulate(chosen, seed, folder, _progress(), lines=lines)
+        checks = Invariants()
+        outcome = run.simulate(
+            *(chosen, seed, folder, _progress()), watch=[checks.watch], final=[checks.final], lines=lines
+        )
         _clear_line()
         found = measure(read_log(outcome.log_path))
         if plot is not None:
@@ -126,13 +131,18 @@ def _clear_line() -> None:
 def _shrink(failed: Outcome) -> None:
     """Say what is left of the plan when everything that does not matter is left out."""
     from barnraise.simulation import run, shrink
+    from barnraise.simulation.invariants import Broken, Invariants
 
-    kind = type(failed.error)
+    def kind(error: Exception | None) -> object:
+        return error.name if isinstance(error, Broken) else type(error)
 
-    def fails(scenario: Scenario, acts: object) -> bool:
+    def fails(scenario: Scenario, acts: Sequence[Planned]) -> bool:
+        checks = Invariants()
         with run.scratch_folder() as folder:
-            again = run.simulate(scenario, failed.seed, folder, acts=acts)  # type: ignore[arg-type]
-        return type(again.error) is kind
+            again = run.simulate(
+                *(scenario, failed.seed, folder), acts=acts, watch=[checks.watch], final=[checks.final]
+            )
+        return kind(again.error) == kind(failed.error)
 
     found = shrink.shrink(failed.scenario, failed.seed, failed.virtual_s, fails)
     typer.echo(f"after {found.runs} runs, {len(found.acts)} acts still make it fail:", err=True)
