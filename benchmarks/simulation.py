@@ -94,6 +94,8 @@ def measure(nodes: int, minutes: float, heartbeat_s: float, scratch: Path) -> di
     outcome = simulate(_scenario(nodes, minutes, heartbeat_s), 7, scratch / str(nodes), watch=[steps.watch])
     if outcome.error is not None:
         raise outcome.error
+    if outcome.facts["deaths"]:
+        raise RuntimeError(f"{outcome.facts['deaths']} nodes ended by a defect; see {outcome.log_path}")
     first, settled, last = steps.marks
     return {
         "nodes": nodes,
