@@ -42,7 +42,7 @@ from barnraise.kernels.token_shards import batches
 from barnraise.node.block_engine import DELTA_FILE, BlockProgress, BlockTrained, BlockWork, state_name
 from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.sizing import size_block
-from barnraise.protocol.corpus import read_corpus, sequences
+from barnraise.protocol.corpus import places, read_corpus
 from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.manifest import check_shard
@@ -157,7 +157,7 @@ class _Unit:
         spec, began = self.spec, time.monotonic()
         first = sum(self.segments[:index])
         which, streams = stream(spec, self.work.block)
-        places = sequences(
+        drawn = places(  # one by one: a segment may have millions
             self.corpus,
             spec.sequence,
             self.work.run_id,
@@ -167,7 +167,7 @@ class _Unit:
             self.segments[index] * spec.recipe.batch,
         )
         losses: list[float] = []
-        for batch in batches(self.corpus, spec.sequence, places, spec.recipe.batch, self._shard):
+        for batch in batches(self.corpus, spec.sequence, drawn, spec.recipe.batch, self._shard):
             found = self.trainer.train([batch], should_stop)
             if not found:
                 raise TrainingStopped(f"the unit was stopped in segment {index + 1}")

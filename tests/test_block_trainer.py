@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -24,14 +25,14 @@ from barnraise.kernels.block_training import read_state, start_state
 from barnraise.kernels.deltas import decode_delta, difference, encode_delta, rounding
 from barnraise.kernels.models import ModelError
 from barnraise.kernels.mot import Tensors, layer_count, make_cut
-from barnraise.node import sizing
+from barnraise.node import block_trainer, sizing
 from barnraise.node.block_engine import BlockEngine, BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import TrainingStopped, train_unit
 from barnraise.node.engine import OutOfMemory
 from barnraise.node.engine_child import ChildEngine
 from barnraise.node.sizing import block_bytes
 from barnraise.node.torch_engine import TorchEngine
-from barnraise.protocol.corpus import corpus_bytes
+from barnraise.protocol.corpus import corpus_bytes, places
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.pretrain import part_name
 from barnraise.protocol.spec import RunSpec
@@ -115,6 +116,24 @@ async def test_a_thread_trains_a_unit_that_ends_where_its_difference_says(
     exact = difference(end.weights, start(tmp_path, run))
     assert largest_excess(sent, exact, rounding(delta, "float32", exact)) <= 0
     assert any(bool(value.any()) for value in sent.values())
+
+
+def test_the_places_of_a_segment_are_drawn_as_they_are_needed(
+    tmp_path: Path, run: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = 0
+
+    def counted(*arguments: Any) -> Iterator[tuple[int, int]]:
+        nonlocal drawn
+        for place in places(*arguments):
+            drawn += 1
+            yield place
+
+    monkeypatch.setattr(block_trainer, "places", counted)
+    long = with_pretrain(run, steps=10**9, commit_every=10**9)
+    with pytest.raises(TrainingStopped):
+        train(long, work(tmp_path), stop_after=2)
+    assert 0 < drawn <= 4 * 4  # batches of four
 
 
 async def test_a_cancelled_child_lives_and_goes_on_and_a_killed_one_does_to_the_same_bits(
