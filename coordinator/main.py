@@ -25,12 +25,14 @@ from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.libp2p_network import open_libp2p
+from barnraise.protocol.wire import printable
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 END_WITHIN_S = 1.8
 _LOG_BYTES = 16 * 1024 * 1024
+_LONGEST_LINE = 2000
 
 
 def run_from_folder(
@@ -190,6 +192,8 @@ class _JsonLines(logging.Formatter):
 
 
 class _Lines(logging.Handler):
+    """Lines for a terminal: a run's name and nodes' words are strangers'."""
+
     def __init__(self, out: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
         self._out = out
@@ -200,7 +204,7 @@ class _Lines(logging.Handler):
             return
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         with suppress(OSError):  # whoever read our lines is gone; the log file goes on
-            self._out(f"{moment} {record.getMessage()}")
+            self._out(f"{moment} {printable(record.getMessage(), _LONGEST_LINE)}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from coordinator_support import make_run
 
+from barnraise.coordinator import main
 from barnraise.coordinator.main import run_from_folder
 from barnraise.coordinator.web.listen import Bind
 from barnraise.protocol.control import read_state, send_command
@@ -29,6 +30,13 @@ CODE = (
     "page = Bind('127.0.0.1', 0, fall_back=False)\n"
     "sys.exit(run_from_folder(Path(sys.argv[1]), listen=('/ip4/127.0.0.1/tcp/0',), http=page))\n"
 )
+
+
+def test_a_runs_name_moves_no_cursor(tmp_path: Path) -> None:
+    said: list[str] = []
+    with main._logging(tmp_path / "log", said.append):
+        main.log.info("run %s", "a\x1b[2J\udcffb\r")
+    assert [line.partition(" ")[2] for line in said] == ["run a\ufffd[2J\ufffdb\ufffd"]
 
 
 @contextmanager
