@@ -366,6 +366,7 @@ async def upload(ctx: Context, action: Upload) -> None:
     except PeerError as error:
         ctx.feed(UploadFailed(str(error), ctx.jitter()))
         return
+    logging.getLogger(__name__).info("submission %s is acknowledged", action.submission_id.hex())
     ctx.pending.drop(action.submission_id, ctx.kept)
     if reply.duplicate:
         ctx.say("a submission had arrived before; it counts once")

@@ -48,6 +48,9 @@ class PendingWork:
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
                 self._restore(path, run_id, public_key)
+        if self._lease_path.is_file() and self.left_lease() is None:
+            log.warning("deleted %s, which is no lease: it runs out unanswered", self._lease_path)
+            _unlink(self._lease_path)
 
     def _restore(self, path: Path, run_id: bytes, public_key: bytes) -> None:
         if path.name.startswith(".tmp-"):

@@ -91,6 +91,25 @@ def test_damaged_or_foreign_work_is_dropped_with_a_warning(
     assert caplog.text.count("no submission of ours") == 4
 
 
+@pytest.mark.parametrize("at", [0, 3, -1], ids=str)
+@pytest.mark.parametrize("cut", [False, True], ids=["flipped", "torn"])
+def test_a_damaged_lease_is_forgotten_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, cut: bool
+) -> None:
+    """Unless what is damaged is its signature, which the coordinator's own record makes up for."""
+    path = tmp_path / "lease.bin"
+    PendingWork(tmp_path / "pending", RUN, ME.public_key).keep_lease(lease(5))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x80
+    path.write_bytes(bytes(data[:at]) if cut else bytes(data))
+    again = PendingWork(tmp_path / "pending", RUN, ME.public_key)
+    if again.left_lease() is None:
+        assert not path.exists()
+        assert "lease.bin, which is no lease" in caplog.text
+    else:
+        assert (at, cut) == (-1, False)
+
+
 def test_the_lease_at_work_is_remembered_until_its_work_is_signed(tmp_path: Path) -> None:
     work = PendingWork(tmp_path / "pending", RUN, ME.public_key)
     assert work.left_lease() is None

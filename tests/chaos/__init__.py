@@ -1,0 +1,1 @@
+"""Real processes under a seeded plan of what goes wrong; see ``docs/simulation.md``, last section."""
