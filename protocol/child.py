@@ -24,6 +24,7 @@ import msgspec
 import trio
 
 from barnraise.protocol.child_frames import BEAT_BODY, MAX_PIPE_FRAME, PIPE_BYTES, PIPE_HEADER, PipeFrame
+from barnraise.protocol.child_log import bound_log
 from barnraise.protocol.child_watch import ChildHungError, Patience, Watch, vitals
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.oom import oom_kills
@@ -81,13 +82,16 @@ class Child:
         Args:
             name: for messages.
             log: file to which the child's stderr (and whatever prints to its
-                stdout) is appended; None shares ours.
+                stdout) is appended; bounded (``child_log``) at the start and while it beats.
+                None shares ours.
             env: additions to our environment.
 
         Raises:
             ChildError: the program could not be started.
         """
         environment = {**os.environ, **(env or {})}
+        if log is not None:
+            bound_log(log)
         await trio.lowlevel.checkpoint()
         try:
             with contextlib.ExitStack() as stack:
@@ -178,6 +182,8 @@ class Child:
                 while True:
                     kind, about, data = await self._watched(patience, watch)
                     if kind == PipeFrame.BEAT:
+                        if self._log is not None:
+                            bound_log(self._log)
                         continue
                     if kind in (PipeFrame.FATAL, PipeFrame.MEMORY):
                         self._no_memory = kind == PipeFrame.MEMORY
