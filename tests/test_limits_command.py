@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 import time
@@ -211,6 +212,31 @@ def test_what_cannot_be_understood_is_refused_with_an_example(
 ) -> None:
     assert call("set", tmp_path, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_node_limits_are_set_for_its_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("barnraise.node.config.default_data_path", lambda: tmp_path / "node")
+    assert call("get") == 2
+    assert "no node has run here yet" in capsys.readouterr().err
+    assert call("set", "--down", "20MB/s", "--not-while", "steam") == 0
+    assert "holds at its next start" in capsys.readouterr().out
+    assert call("set", tmp_path / "node", "--up", "8Mbit/s", "--not-while", "doom", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["down"], shown["up"], shown["programs"]) == (20e6, 1e6, ["steam", "doom"])
+    assert call("set", "--up", "1kB/s") == 1
+    assert "no usable cap" in capsys.readouterr().err
+    assert Limits(config(tmp_path / "node")).tree(0) == {**shown, "monthly_used": 0}
+    assert call("get", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    with (tmp_path / "node" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert call("set", "--up", "none") == 1
+        assert "does not answer" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert call("set", tmp_path / "other", "--up", "none") == 2
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_cap_too_low_is_the_nodes_to_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``barnraise limits``: how much of the machine and of the line a running node may use, shown and changed."""
+"""``barnraise limits``: how much of the machine and of the line a node may use, shown and changed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from barnraise.tui.limit_words import (
     parse_yes,
     rows,
 )
+from barnraise.tui.limits_at_rest import limits_at_rest, resting
 from barnraise.tui.status import read_folder
 from barnraise.tui.steer import parse_span
 
 app = typer.Typer(
-    help="What a running node may use, and when it may work.",
+    help="What a node may use, and when it may work.",
     epilog=examples(
         "limits get",
         "limits set --down 20MB/s --up 5MB/s --month 500GB",
@@ -43,7 +44,7 @@ FOLDER = typer.Argument(None, metavar="DIR", help="A node's data folder (default
 
 @app.callback()
 def group() -> None:
-    """What a running node may use, and when it may work."""
+    """What a node may use, and when it may work."""
 
 
 @app.command(
@@ -60,6 +61,9 @@ def get(
     ),
 ) -> None:
     """Show caps, quota, rules and limits, what is used, and what suspends work now."""
+    if (place := resting(folder, make=False)) is not None:
+        _show_at_rest(limits_at_rest(place), as_json, place)
+        return
     state = read_folder(folder)
     _show(_limits(state), as_json, state)
 
@@ -135,7 +139,10 @@ def change(
     ),
     as_json: bool = typer.Option(False, "--json", help="What holds now, as one JSON object."),
 ) -> None:
-    """Change a running node's limits and rules: at once, during transfers and work, and after a restart."""
+    """Change limits and rules: at once, during transfers and work, and after a restart.
+
+    Where no node runs they hold from its next start on.
+    """
     asked: tuple[tuple[str, str, str | None, Callable[[str], Any]], ...] = (
         ("down", "--down", down, parse_rate),
         ("up", "--up", up, parse_rate),
@@ -160,10 +167,13 @@ def change(
     if not arguments and not not_while and not allow_program:
         raise typer.BadParameter("nothing to change: see 'barnraise limits set --help' for what there is")
     added = [_parsed("--not-while", name, parse_program) for name in not_while or []]
-    state = read_folder(folder)
-    limits = _limits(state)
+    place = resting(folder, make=True)
+    limits = limits_at_rest(place) if place is not None else _limits(read_folder(folder))
     if not_while or allow_program:
         arguments["programs"] = _programs(limits.get("programs") or [], added, allow_program or [])
+    if place is not None:
+        _show_at_rest(limits_at_rest(place, arguments), as_json, place)
+        return
     reply = send_command(_socket(folder), "limits", **arguments)
     after = read_folder(folder)
     _show(reply.get("limits") or _limits(after), as_json, after)
@@ -208,6 +218,12 @@ def _limits(state: dict[str, Any]) -> dict[str, Any]:
             "'barnraise coordinator run --upload-copies'"
         )
     return limits
+
+
+def _show_at_rest(limits: dict[str, Any], as_json: bool, place: Path) -> None:
+    if not as_json:
+        typer.echo(f"no node runs in {place}: this holds at its next start, but for what 'join' then says")
+    _show(limits, as_json, {})
 
 
 def _show(limits: dict[str, Any], as_json: bool, state: dict[str, Any]) -> None:
