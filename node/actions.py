@@ -40,6 +40,7 @@ from barnraise.node.model import (
     Upload,
     Uploaded,
     UploadFailed,
+    VersionDamaged,
 )
 from barnraise.node.state import Transfer, UnitProgress
 from barnraise.protocol.envelope import sign
@@ -156,6 +157,13 @@ async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
     with scope:
         try:
             with ctx.versions.hold(action.version) as folder:
+                if not await ctx.versions.intact(action.version):
+                    ctx.say(
+                        f"version {action.version} was damaged on the disk and is fetched again: {folder}",
+                        logging.WARNING,
+                    )
+                    ctx.feed(VersionDamaged(action.version, ctx.jitter()))
+                    return
                 info = await ctx.engine.load(ctx.joined().spec, folder, action.version)
         except Exception as error:
             engine_failed(ctx, error, f"loading version {action.version}")

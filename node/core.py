@@ -60,6 +60,7 @@ from barnraise.node.model import (
     Upload,
     Uploaded,
     UploadFailed,
+    VersionDamaged,
 )
 
 LEAVE_GRACE_S = 1.5  # leaving acts within 2 s (R13), whatever the network does
@@ -148,6 +149,11 @@ def _fold(state: State, event: Event, now: float) -> State:
             return replace(state, engine="idle", loaded=version, engine_retry=replace(retry, at=now))
         case EngineFailed():
             return _engine_failed(state, event, now)
+        case VersionDamaged(version, jitter):
+            reason = f"version {version} was damaged on the disk"
+            retry = backed_off(state.engine_retry, now, reason, jitter, 2.0, 300.0)
+            fetched = -1 if state.fetched == version else state.fetched
+            return _surrender(replace(state, engine="idle", fetched=fetched, engine_retry=retry), reason)
         case EngineStopped(alive):
             return replace(state, engine="idle", loaded=state.loaded if alive else -1)
         case UnitDone(submission_id):

@@ -131,6 +131,14 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionDamaged:
+    """What the engine was to load is no longer on the disk as it was fetched; the engine was not asked."""
+
+    version: int
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStopped:
     """The engine ended its work because we asked; ``alive`` as above."""
 
@@ -279,6 +287,7 @@ Event = (
     | FetchStopped
     | EngineLoaded
     | EngineFailed
+    | VersionDamaged
     | EngineStopped
     | UnitDone
     | UnitUnusable

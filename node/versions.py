@@ -84,6 +84,7 @@ class Versions:
         self._keep = keep
         self._whole: dict[int, bytes] = {}  # checked since opening -> content id of its manifest
         self._files: dict[int, frozenset[str]] = {}  # of those, what is there
+        self._given: set[int] = set()  # to an engine, since they were checked
         self._held: Counter[int] = Counter()
         self._busy = trio.Lock()
         try:
@@ -145,6 +146,28 @@ class Versions:
                 if await off_loop(manifest_bytes(part), lambda: folder_matches(part, folder)):
                     self._note(signed, part)
         return self.is_ready(version, without)
+
+    async def intact(self, version: int) -> bool:
+        """Whether a version still is as it was when it was checked, for an engine that is to load it.
+
+        The first time it was checked just before; later ones hash it again: a disk may have spoiled it
+        meanwhile, and work with wrong weights is rejected. A damaged one is forgotten, to be fetched again.
+        """
+        manifest = self._saved_manifest(version)
+        if version not in self._given or version not in self._whole or manifest is None:
+            self._given.add(version)
+            return True
+        part, folder = _part(manifest, self._files[version]), self.path(version)
+        if await off_loop(manifest_bytes(part), lambda: folder_matches(part, folder)):
+            return True
+        self._forget(version)
+        self._adopt(manifest)  # its shards are hashed before they are believed again
+        return False
+
+    def _forget(self, version: int) -> None:
+        self._whole.pop(version, None)
+        self._files.pop(version, None)
+        self._given.discard(version)
 
     def _note(self, signed: Signed, part: Manifest) -> None:
         self._whole[part.version] = content_id(signed)
@@ -398,8 +421,7 @@ class Versions:
             if version == current or self._held[version] > 0:
                 continue
             folder = self.path(version)
-            self._whole.pop(version, None)
-            self._files.pop(version, None)
+            self._forget(version)
             self._store.disown(folder)
             self._drop_patches(folder)
             self._manifest_path(version).unlink(missing_ok=True)
