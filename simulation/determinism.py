@@ -3,12 +3,14 @@
 What runs between two moments of virtual time is a batch of tasks, which trio shuffles. Here
 the batch is sorted by the order in which the tasks were born and shuffled by a seeded
 generator (the switch that Hypothesis uses, ``trio._core._run``). Blocking calls that would go
-to a worker thread run in place: a clock in virtual time does not wait for threads.
+to a worker thread run in place: a clock in virtual time does not wait for threads. Names of
+temporary files, which errors quote, are drawn from the seed, too.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -43,6 +45,9 @@ def deterministic(seed: int) -> Iterator[None]:
     switches: Any = _run
     before = switches._ALLOW_DETERMINISTIC_SCHEDULING, _run._r, trio.to_thread.run_sync
     threads: Any = trio.to_thread
+    names: Any = tempfile
+    named = names._name_sequence
+    names._name_sequence = _names(drawn(seed, "names"))
     switches._ALLOW_DETERMINISTIC_SCHEDULING = True
     switches._r = drawn(seed, "scheduling")
     threads.run_sync = _in_place
@@ -50,6 +55,12 @@ def deterministic(seed: int) -> Iterator[None]:
         yield
     finally:
         switches._ALLOW_DETERMINISTIC_SCHEDULING, switches._r, threads.run_sync = before
+        names._name_sequence = named
+
+
+def _names(rng: random.Random) -> Iterator[str]:
+    while True:
+        yield f"{rng.getrandbits(40):010x}"
 
 
 def run_virtual(seed: int, main: Callable[[], Awaitable[T]]) -> T:
