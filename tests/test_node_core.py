@@ -52,6 +52,7 @@ from barnraise.node.model import (
     Upload,
     Uploaded,
     UploadFailed,
+    VersionDamaged,
 )
 
 WAITING = {"connecting", "offline", "waiting", "fetching", "asking", "uploading", "finishing", "loading"}
@@ -147,7 +148,8 @@ def answers(world: World, action: Action) -> list[Event]:
         case Load(version):
             if state.engine == "stopping":
                 return [EngineStopped(alive=False), EngineLoaded(version)]
-            return [EngineLoaded(version), EngineFailed("died", False, False, jitter)]
+            died = EngineFailed("died", False, False, jitter)
+            return [EngineLoaded(version), died, VersionDamaged(version, jitter)]
         case Ask(version):
             world.leases += 1
             assert version <= state.last_block or version == state.loaded

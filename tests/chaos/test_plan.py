@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos.plan import AT_COORDINATOR, AT_NODE, MOST_CRASHES, NODES, Act, plan
@@ -13,6 +13,7 @@ from chaos.plan import AT_COORDINATOR, AT_NODE, MOST_CRASHES, NODES, Act, plan
 seeds, lengths = st.integers(0, 2**64), st.floats(5.0, 600.0)
 
 
+@settings(max_examples=30)
 @given(seeds, lengths)
 def test_a_seed_gives_one_plan_within_its_time(seed: int, seconds: float) -> None:
     acts = plan(seed, seconds)
@@ -21,6 +22,7 @@ def test_a_seed_gives_one_plan_within_its_time(seed: int, seconds: float) -> Non
     assert all(act.at_s > 0 and act.at_s + act.seconds <= seconds + 0.02 for act in acts)
 
 
+@settings(max_examples=30)
 @given(seeds, lengths)
 def test_nothing_is_done_twice_at_once_and_no_supervisor_gives_up(seed: int, seconds: float) -> None:
     places: dict[str, list[Act]] = defaultdict(list)
