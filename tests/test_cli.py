@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from barnraise.protocol.errors import StorageError
@@ -105,6 +107,10 @@ BAD = [
     ("run", "init", "FILE/below"),
     ("run", "init", "NOWHERE", "--versions", 0),
     ("run", "init", "NOWHERE", "--versions", 65_537),
+    ("run", "init", "NOWHERE", "--name", "ev\x1b[31mil"),
+    ("run", "init", "NOWHERE", "--name", "n" * 65),
+    ("run", "init", "NOWHERE", "--description", "two\nlines"),
+    ("run", "init", "NOWHERE", "--description", "d" * 501),
     ("run", "init", "NOWHERE", "--environment", "no_such_task"),
     ("run", "init", "NOWHERE", "--environment-settings", "{bad"),
     ("run", "init", "NOWHERE", "--environment-settings", "[1]"),
@@ -129,6 +135,30 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, tmp_path, ca
     assert complaint.count("\n") == 1
     assert "Traceback" not in complaint
     assert not (tmp_path / "NOWHERE").exists()
+
+
+@pytest.mark.parametrize("bad", ["\udcff", "\x1b[2J", "\0", "\n", "\x9b"], ids=ascii)
+def test_no_text_on_a_command_line_may_be_bytes_or_move_the_cursor(bad, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, command in EVERY:
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and parameter.name != "help":
+                assert call(*path, parameter.opts[0], "a" + bad) == 2
+                error = capsys.readouterr().err
+                assert error.count("\n") == 1, error
+                assert parameter.opts[0] in error
+                assert call(*path, f"{parameter.opts[0]}=a{bad}") == 2
+                assert capsys.readouterr().err.rstrip("\n").isprintable()
+        assert call(*path, "a" + bad) == 2
+        assert capsys.readouterr().err.rstrip("\n").isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.text())
+def test_what_is_printable_may_be_typed(text):
+    assert bool(command_line.unreadable(["x", text])) == any(
+        "\ud800" <= char <= "\udfff" or char < " " or "\x7f" <= char < "\xa0" for char in text
+    )
 
 
 def test_a_presets_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import typer
 
 from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
+from barnraise.protocol.wire import printable
 from barnraise.tui import (
     appeal,
     attach,
@@ -93,11 +95,36 @@ def complain(message: str) -> None:
     typer.echo("barnraise: " + " ".join(message.split()), err=True)
 
 
+def unreadable(arguments: Sequence[str]) -> str:
+    """Why a command line cannot be taken as text, in words; ``""``: it can.
+
+    Bytes that are not UTF-8 reach Python as surrogates, which no message, file or ledger entry
+    takes; control characters would move the cursor of whoever is shown them.
+    """
+    for index, word in enumerate(arguments):
+        bad = [char for char in word if unicodedata.category(char) in ("Cs", "Cc")]
+        if not bad:
+            continue
+        before = arguments[index - 1] if index else ""
+        where = before if before.startswith("-") and not word.startswith("-") else ""
+        what = (
+            "bytes that are not UTF-8"
+            if unicodedata.category(bad[0]) == "Cs"
+            else f"the control character U+{ord(bad[0]):04X}"
+        )
+        place = f"{printable(where, 40)}: " if where else ""
+        return f"{place}{printable(word, 60)!r} has {what}: give plain text"
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if problem := unreadable(given):
+        complain(problem)
+        return 2
     command = typer.main.get_command(app)
     try:
-        given = list(arguments) if arguments is not None else None
         result = command.main(args=given, prog_name="barnraise", standalone_mode=False)
     except _ShownError as error:
         context = getattr(error, "ctx", None)
