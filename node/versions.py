@@ -60,6 +60,7 @@ from barnraise.protocol.wire import decode, encode
 log = logging.getLogger(__name__)
 
 KEEP = 3
+FRESH_S = 2.0  # how long a check is believed when an engine is to load what was checked
 _VERSION = re.compile(r"v([0-9]{6,10})")
 _TRASH = ".trash-"
 _MAX_MANIFEST = 16 * 1024 * 1024
@@ -84,7 +85,7 @@ class Versions:
         self._keep = keep
         self._whole: dict[int, bytes] = {}  # checked since opening -> content id of its manifest
         self._files: dict[int, frozenset[str]] = {}  # of those, what is there
-        self._given: set[int] = set()  # to an engine, since they were checked
+        self._checked_at: dict[int, float] = {}  # seconds of trio's clock
         self._held: Counter[int] = Counter()
         self._busy = trio.Lock()
         try:
@@ -150,15 +151,17 @@ class Versions:
     async def intact(self, version: int) -> bool:
         """Whether a version still is as it was when it was checked, for an engine that is to load it.
 
-        The first time it was checked just before; later ones hash it again: a disk may have spoiled it
-        meanwhile, and work with wrong weights is rejected. A damaged one is forgotten, to be fetched again.
+        Unless that was a moment ago it is hashed again: a disk may have spoiled it meanwhile, and
+        work with wrong weights is rejected. A damaged one is forgotten, to be fetched again.
         """
         manifest = self._saved_manifest(version)
-        if version not in self._given or version not in self._whole or manifest is None:
-            self._given.add(version)
+        if version not in self._whole or manifest is None:
+            return True
+        if trio.current_time() - self._checked_at[version] < FRESH_S:
             return True
         part, folder = _part(manifest, self._files[version]), self.path(version)
         if await off_loop(manifest_bytes(part), lambda: folder_matches(part, folder)):
+            self._checked_at[version] = trio.current_time()
             return True
         self._forget(version)
         self._adopt(manifest)  # its shards are hashed before they are believed again
@@ -167,10 +170,11 @@ class Versions:
     def _forget(self, version: int) -> None:
         self._whole.pop(version, None)
         self._files.pop(version, None)
-        self._given.discard(version)
+        self._checked_at.pop(version, None)
 
     def _note(self, signed: Signed, part: Manifest) -> None:
         self._whole[part.version] = content_id(signed)
+        self._checked_at[part.version] = trio.current_time()
         self._files[part.version] = frozenset(entry.path for entry in part.files)
 
     async def ensure(

@@ -10,6 +10,7 @@ import trio.testing
 from daemon_support import Coordinator, ScriptedEngine, node
 
 from barnraise.node.engine import OutOfMemory
+from barnraise.node.versions import FRESH_S
 from barnraise.protocol.errors import ChildError
 from barnraise.protocol.manifest import WEIGHTS_FILE
 from barnraise.protocol.memory_network import MemorySwarm
@@ -74,6 +75,7 @@ async def test_a_version_that_the_disk_spoiled_is_fetched_again_before_an_engine
             file.write(bytes([sound[0] ^ 1]))
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # disks do not touch it
         engine.failures += [ChildError("the engine was killed")]
+        await trio.sleep(FRESH_S)
         loads = len(engine.loads)
         tree = await it.until(lambda tree: tree["accepted"] >= 3)
         assert weights.read_bytes() == sound
