@@ -88,6 +88,7 @@ def simulate(
         final: called when time is up, with everybody still there.
         lines: also write what every node says into the event log.
     """
+    folder = folder.absolute()  # it is taken out of what nodes say, and "there" would be a common word
     folder.mkdir(parents=True, exist_ok=True)
     outcome = Outcome(scenario, seed, folder)
     planned = plan(scenario, seed) if acts is None else list(acts)
