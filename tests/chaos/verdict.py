@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -99,10 +100,11 @@ def _ledger(here: Chaos) -> list[str]:
     submitted = {e.submission_id: e for e in entries if isinstance(e, ledger.Submitted)}
     judged = [e for e in entries if isinstance(e, ledger.Judged)]
     units = {e.lease_id: e.unit_id for e in entries if isinstance(e, ledger.LeaseIssued)}
-    credited = [units[entry.lease_id] for entry in judged if entry.credit > 0]
-    twice = sorted({unit for unit in credited if credited.count(unit) > 1})
-    if twice:
-        found.append(f"units credited twice: {twice}")
+    # A unit that timed out is lent anew, and its first holder is paid all the same: once for each lease.
+    leases = Counter(entry.lease_id for entry in judged if entry.credit > 0)
+    holders = Counter((units[entry.lease_id], entry.node) for entry in judged if entry.credit > 0)
+    if twice := [str(key) for key, times in [*leases.items(), *holders.items()] if times > 1]:
+        found.append(f"credited twice: {twice}")
     if len({entry.submission_id for entry in judged}) != len(judged):
         found.append("a submission was judged twice")
     if unjudged := submitted.keys() - {entry.submission_id for entry in judged}:
