@@ -140,5 +140,5 @@ def _chat_tokenizer(folder: Path) -> Any:
     except Exception as error:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not chat.chat_template:
-        raise ModelError(f"the tokenizer in {folder} has no chat template; use prompt format 'plain'")
+        raise ModelError(f"the tokenizer in {folder} has no chat template: use --plain-prompts")
     return chat

@@ -24,7 +24,9 @@ async def listen_on(address: str) -> list[trio.SocketListener]:
     parts = address.strip("/").split("/")
     if len(parts) != 4 or parts[0] not in ("ip4", "ip6") or parts[2] != "tcp" or not parts[3].isdigit():
         raise PeerError(f"cannot listen on {address!r}; write it like /ip4/0.0.0.0/tcp/4600")
-    host, port = parts[1], int(parts[3])
+    host, port = parts[1], int(parts[3]) if len(parts[3]) <= 5 else 65_536
+    if port > 65_535:  # the system would take the remainder, a port that nobody named
+        raise PeerError(f"cannot listen on {address[:100]!r}: a port is a number from 0 to 65535")
     try:
         # Not libp2p's listener: its SO_REUSEPORT lets a second host share the port unnoticed.
         return list(await trio.open_tcp_listeners(port, host=host))
@@ -39,6 +41,11 @@ async def listen_on(address: str) -> list[trio.SocketListener]:
             ) from error
         if code == errno.EACCES:
             raise PeerError(f"port {port} needs privileges: choose one above 1023") from error
+        if code == errno.EADDRNOTAVAIL:
+            raise PeerError(
+                f"cannot listen on {host}: it is no address of this machine; "
+                f"/ip{'6/::' if parts[0] == 'ip6' else '4/0.0.0.0'}/tcp/{port} takes all that it has"
+            ) from error
         raise PeerError(f"cannot listen on {address}: {error}") from error
     except (ValueError, OverflowError) as error:
         raise PeerError(f"cannot listen on {address}: {error}") from error

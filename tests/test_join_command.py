@@ -293,6 +293,7 @@ def test_a_first_start_makes_the_key_names_its_place_and_keeps_what_is_chosen(tm
     text = "\n".join(said)
     assert str(it.key) in text
     assert "key export" in text
+    assert f"--key {it.key}" in text  # a copy of this very key, not of the user's usual one
     assert "free" in text
     assert stat.S_IMODE(it.key.stat().st_mode) == 0o600
     assert load_identity(it.key)

@@ -7,13 +7,14 @@ disk. How fast the line is, is not known before it was used: no cap is proposed.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from barnraise.node.chosen import checked, load_chosen, save_chosen, with_changes
-from barnraise.node.config import DEFAULT_DISK_BYTES, NodeConfig
+from barnraise.node.config import DEFAULT_DISK_BYTES, NodeConfig, default_key_path
 from barnraise.node.needs import free_disk
 from barnraise.protocol.identity import fingerprint, load_or_create
 from barnraise.tui.amounts import parse_rate, parse_size
@@ -47,7 +48,8 @@ def guide(config: NodeConfig, say: Callable[[str], None], ask: Ask) -> None:
     identity, created = load_or_create(config.key)
     say("This is the first start of a node here.")
     say(f"  key     {'made' if created else 'found'}: {config.key} ({fingerprint(identity.public_key)})")
-    say("          it is your credit; 'barnraise key export --to FILE' makes a copy")
+    which = "" if config.key == default_key_path() else f" --key {shlex.quote(str(config.key))}"
+    say(f"          it is your credit; 'barnraise key export --to FILE{which}' makes a copy")
     say(f"  data    {config.data}")
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = free_disk(config.data)

@@ -46,7 +46,10 @@ def report(
     print_rows(rows(found))
     for text in found.absent:
         typer.echo(f"note: {text}")
-    typer.echo(f"written: {target}" + (f" and {len(plots)} plots beside it" if plots else ""))
+    typer.echo(
+        f"written: {target}"
+        + (f" and {len(plots)} plot{'s' if len(plots) > 1 else ''} beside it" if plots else "")
+    )
 
 
 def rows(found: Report) -> list[tuple[str, str]]:

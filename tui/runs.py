@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.wire import printable
 from barnraise.tui.console import Progress, emit_json, examples, size
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
 
 app = typer.Typer(help="Make runs.", epilog=examples("run init ./my-run"), no_args_is_help=True)
+MOST_NAME, MOST_DESCRIPTION = 64, 500  # of the run spec
 PRESET = "(default: the model's preset)"
 
 
@@ -200,6 +202,8 @@ def init(
     from barnraise.protocol.environments import build_environment
 
     _check_folder(folder)
+    _check_words("--name", name or "", MOST_NAME)
+    _check_words("--description", description, MOST_DESCRIPTION)
     if environment_settings is not None:
         _check_json(environment_settings)
     changed = {
@@ -264,7 +268,7 @@ def init(
             scaffold,
             then_posttrain,
             change,
-            name=(name or folder.absolute().name)[:64],
+            name=printable(name or folder.absolute().name, MOST_NAME),
             description=description,
             seed=seed,
             as_json=as_json,
@@ -299,7 +303,7 @@ def init(
             prepared,
             settings,
             verify,
-            name=(name or folder.absolute().name)[:64],
+            name=printable(name or folder.absolute().name, MOST_NAME),
             description=description,
             model_name=Path(model).name[:64],
             seed=seed,
@@ -356,6 +360,18 @@ def _check_folder(folder: Path) -> None:
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise RunFolderError(f"{folder} cannot be made: {nearest} cannot be written to")
+
+
+def _check_words(option: str, text: str, most: int) -> None:
+    """What strangers will read: refused before anything is made, not where peers would refuse it."""
+    if len(text) > most:
+        raise typer.BadParameter(
+            f"{len(text):,} characters; at most {most} reach volunteers", param_hint=option
+        )
+    if not text.isprintable():
+        raise typer.BadParameter(
+            "has a line break, a control or an invisible character: write one plain line", param_hint=option
+        )
 
 
 def _given(fields: Mapping[str, object]) -> dict[str, object]:
