@@ -16,7 +16,8 @@ from barnraise.node.entering import enter, last_block, tally
 from barnraise.node.link import Run, dial, greet, join
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost
 from barnraise.node.needs import Field, Machine, description, free_disk
-from barnraise.node.receipt_words import outcome, standing_fields, verdicts_by_lease, words
+from barnraise.node.receipt_words import outcome, standing_fields, summary, verdicts_by_lease, words
+from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.errors import (
     BarnraiseError,
     MalformedError,
@@ -37,6 +38,7 @@ from barnraise.protocol.messages import (
     ManifestRequest,
     Message,
     NoticePush,
+    Receipt,
     ReceiptPush,
     ReceiptsReply,
     ReceiptsRequest,
@@ -50,6 +52,7 @@ EXIT_VERSION = 3
 EXIT_UNTRUSTED = 4
 EXIT_DECLINED = 5
 HEARTBEAT_TIMEOUT_S = 15.0
+TOLD_ONE_BY_ONE = 2  # verdicts given while the node was away; more are summed up
 REPLACED_WITHIN_S = 10.0  # a session that ends so soon after a duplicate-key notice was taken over
 
 
@@ -71,13 +74,22 @@ async def attend(ctx: Context, attempt: int) -> None:
             if ctx.state.link == "up"
             else f"no session with the coordinator (try {attempt})"
         )
-        ctx.say(f"{what}: {reason}", logging.WARNING)
+        _lost(ctx, what, reason)
     _go_on_alone(ctx)
     told = ctx.facts.duplicate_key_at
     replaced = told is not None and trio.current_time() - told < REPLACED_WITHIN_S and ctx.state.link == "up"
     if replaced:
         reason = "another machine uses this key: give each one its own (--key FILE)"
     ctx.feed(LinkLost(reason, ctx.jitter(), replaced))
+
+
+def _lost(ctx: Context, what: str, reason: str) -> None:
+    """Say why there is no session; the same reason again is said once."""
+    if reason == ctx.link_said:
+        ctx.say(f"{what}: as before")
+    else:
+        ctx.link_said = reason
+        ctx.say(f"{what}: {reason}", logging.WARNING)
 
 
 async def _session(ctx: Context, attempt: int) -> str:
@@ -134,6 +146,7 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
         ctx.feed(Fatal("you chose not to join", EXIT_DECLINED))
         return False
     ctx.known.reached(peer_id, printable(run.spec.name), _leading_to(ctx, peer_id, address))
+    ctx.link_said = ""
     first = not ctx.state.joined_once
     if ctx.run is None:
         enter(ctx, run, _believe_head)
@@ -242,6 +255,7 @@ async def _catch_up_receipts(ctx: Context, session: Session) -> None:
     """Fetch the verdicts that we missed (R16), page by page."""
     assert ctx.receipts is not None
     ctx.receipts_refused = ""
+    missed: list[Receipt] = []
     try:
         while True:
             start = ctx.receipts.next_index
@@ -250,21 +264,29 @@ async def _catch_up_receipts(ctx: Context, session: Session) -> None:
                 ReceiptsReply,
             )
             for signed in reply.receipts:
-                _receipt(ctx, signed)
+                if (receipt := _receipt(ctx, signed)) is not None:
+                    missed.append(receipt)
             if not reply.receipts or ctx.receipts.next_index <= start:
                 return
     except RefusedError as error:
         ctx.say(f"the coordinator refused to send our receipts: {error}", logging.WARNING)
     except PeerError:
         return  # the session is ending; the next one asks again
+    finally:
+        if len(missed) > TOLD_ONE_BY_ONE:
+            ctx.say(summary(missed))
+        else:
+            for receipt in missed:
+                _tell_verdict(ctx, receipt)
 
 
 def _pushed(ctx: Context, message: Message) -> None:
     match message:
         case HeadPush(head=head):
             ctx.feed(HeadSeen(_believe_head(ctx, head)))
-        case ReceiptPush(receipt=receipt):
-            _receipt(ctx, receipt)
+        case ReceiptPush(receipt=signed):
+            if (receipt := _receipt(ctx, signed)) is not None:
+                _tell_verdict(ctx, receipt)
         case StandingPush():
             ctx.facts.standing = standing_fields(message)
             ctx.changed.set()
@@ -295,22 +317,23 @@ def _believe_head(ctx: Context, head: Signed | None) -> int:
     return max(known, manifest.version)
 
 
-def _receipt(ctx: Context, signed: Signed) -> None:
+def _receipt(ctx: Context, signed: Signed) -> Receipt | None:
+    """Take a receipt into the book and act on it; None: it was there already, or could not be kept."""
     assert ctx.receipts is not None
     assert ctx.pending is not None
     if ctx.receipts_refused:
-        return  # they are asked for again, all of them, once there is room
+        return None  # they are asked for again, all of them, once there is room
     try:
         receipt = ctx.receipts.add(signed)
     except StorageError as error:
         ctx.receipts_refused = str(error)
         ctx.say(f"a receipt was not kept, it will be asked for again: {error}", logging.ERROR)
-        return
+        return None
     except BarnraiseError as error:
         ctx.say(f"a receipt was not kept: {error}", logging.ERROR)
-        return
+        return None
     if receipt is None:
-        return  # it was here already
+        return None  # it was here already
     if ctx.state.uploading != receipt.submission_id:
         ctx.pending.drop(receipt.submission_id, ctx.kept)
     if receipt.verdict.accepted and ctx.kept is not None:
@@ -331,10 +354,15 @@ def _receipt(ctx: Context, signed: Signed) -> None:
         "credit": receipt.credit,
         "at_ms": receipt.issued_at,
     }
+    return receipt
+
+
+def _tell_verdict(ctx: Context, receipt: Receipt) -> None:
     if outcome(receipt) == "accepted":
-        ctx.say(f"unit accepted: {receipt.credit:,} credit earned, {ctx.facts.credit:,} in all")
+        earned, total = credit_words(receipt.credit), credit_words(ctx.facts.credit)
+        ctx.say(f"unit accepted: {earned} of credit earned, {total} in all")
         return
-    level = logging.INFO if verdict.accepted else logging.WARNING
+    level = logging.INFO if receipt.verdict.accepted else logging.WARNING
     ctx.say(f"unit {words(receipt)} (receipt #{receipt.ledger_index})", level)
 
 

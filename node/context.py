@@ -121,6 +121,7 @@ class Context:
     engine_scope: trio.CancelScope | None = None
     fetch_scope: trio.CancelScope | None = None
     spoke_at: float = 0.0
+    link_said: str = ""  # why there is no session, as it was said last
     listeners: list[Callable[[Event], None]] = field(default_factory=list)  # must not raise
 
     def feed(self, event: Event) -> None:

@@ -342,7 +342,8 @@ async def _speak_up(ctx: Context) -> None:
         due = ctx.spoke_at + (QUIET_SILENCE_S if quiet else SILENCE_S)
         if ctx.facts.transfer is not None and activity.name not in AT_WORK:
             due = min(due, ctx.spoke_at + DOWNLOAD_SILENCE_S)
-        if key != announced and activity.name not in AT_WORK:
+        just_said = bool(ctx.link_said) and ctx.link_said in activity.reason
+        if key != announced and activity.name not in AT_WORK and not just_said:
             due = min(due, activity.since + SETTLED_S)
         if now >= due:
             announced = key

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.messages import Receipt, StandingPush
 from barnraise.protocol.standing import CLAWED_BACK, RESTORED, UNAUDITED, UNVERIFIABLE
@@ -96,6 +98,17 @@ def words(receipt: Receipt) -> str:
     return (
         f"rejected by check {printable(verdict.check)}{asks}{where}: {verdict.value:g}, the threshold is "
         f"{verdict.threshold:g}. {message}"
+    )
+
+
+def summary(receipts: Sequence[Receipt]) -> str:
+    """Verdicts given while the node was away, in one sentence."""
+    counts = Counter(map(outcome, receipts))
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    earned = credit_words(sum(receipt.credit for receipt in receipts if outcome(receipt) == "accepted"))
+    return (
+        f"{len(receipts):,} verdicts came meanwhile: {kinds}, {earned} earned; "
+        "'barnraise receipts' lists them"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
@@ -515,7 +516,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(seen, BaseExceptionGroup):
             seen = seen.exceptions[0]
         if isinstance(seen, OSError) and seen.strerror:
-            return seen.strerror
+            # trio's text repeats the address in its own notation; a resolver's numbers are negative
+            return os.strerror(seen.errno) if seen.errno and seen.errno > 0 else seen.strerror
         text = str(seen) or text
         seen = seen.__cause__
     return text

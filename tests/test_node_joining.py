@@ -162,4 +162,9 @@ async def test_no_state_is_silent_for_more_than_thirty_seconds(
     times = [start, *(t for t, _ in lines), trio.current_time()]
     assert max(b - a for a, b in itertools.pairwise(times)) <= 30.5
     assert any(nobody in text and "nobody answers" in text for _, text in lines)
+    soon = [text for moment, text in lines if moment < start + 20 and nobody in text]
+    assert [text.partition(":")[0] for text in soon] == [
+        f"connecting to /memory/9/p2p/{nobody}",
+        "no session with the coordinator (try 1)",
+    ]
     assert any("tries again in" in text for _, text in lines)

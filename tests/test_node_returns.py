@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 from daemon_support import Coordinator, node
@@ -87,10 +88,11 @@ async def test_a_restarted_node_sends_what_it_had_signed_and_gives_its_lease_bac
     assert tree["credit"] >= 100
 
 
-async def test_receipts_missed_while_away_are_fetched(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+async def test_receipts_missed_while_away_are_fetched_and_summed_up_in_one_line(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R16."""
+    caplog.set_level("INFO", "barnraise.node")
     swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
     boss.publish()
     identity = Identity.generate()
@@ -100,9 +102,13 @@ async def test_receipts_missed_while_away_are_fetched(
         for number in range(5):
             boss.receipts.append(boss.receipt(bytes(16), bytes([number]) * 32))
         boss.refuse_lease = ("none left", 1000)
+        told = caplog.text.count("unit accepted: 100 Mflop of credit earned")
         async with node(swarm, tmp_path, address, identity=identity) as it:
             tree = await it.until(lambda tree: tree["accepted"] == len(boss.receipts))
             assert tree["credit"] == 100 * len(boss.receipts)
+            await trio.sleep(1.0)
+        assert caplog.text.count("unit accepted") == told == 2
+        assert "verdicts came meanwhile" in caplog.text
 
 
 async def test_a_full_disk_at_the_coordinator_costs_no_work(
