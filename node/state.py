@@ -155,7 +155,7 @@ class Facts:
     units_done: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    peers: int = 0
+    peers: int = 0  # that the coordinator named last
     tokens_per_s: float = 0.0
     last_verdict: dict[str, Any] | None = None
     standing: dict[str, object] | None = None  # as the coordinator told last
@@ -189,6 +189,13 @@ def midnight_ms(wall_ms: int) -> int:
     """When the local day of a moment began; both in ms since the epoch."""
     day = datetime.fromtimestamp(wall_ms / 1000).replace(hour=0, minute=0, second=0, microsecond=0)
     return round(day.timestamp() * 1000)
+
+
+def _peers(facts: Facts) -> int:
+    """Other nodes connected now, the coordinator apart; without a broadcast tree those that it named."""
+    if not facts.tree:
+        return facts.peers
+    return sum(1 for neighbour in facts.tree["neighbours"] if neighbour["peer"] != facts.coordinator)
 
 
 def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[str, Any]:
@@ -245,7 +252,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         },
         "tree": facts.tree,
         "witness": facts.witness,
-        "peers": facts.peers,
+        "peers": _peers(facts),
         "tokens_per_s": round(facts.tokens_per_s, 1),
         "engine": facts.engine,
         "device": facts.device,

@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 from barnraise.node import main
 from barnraise.node.clock import Clock, duration
 from barnraise.node.config import NodeConfig, default_data_path, default_key_path
+from barnraise.node.core import initial
 from barnraise.node.describe import sentence
 from barnraise.node.known import KnownRuns
 from barnraise.node.model import Activity
 from barnraise.node.pending import PendingWork
+from barnraise.node.state import Facts, state_tree
 from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import content_id, sign
 from barnraise.protocol.errors import KeyFileError, PeerError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission, Signed
+from barnraise.tui.status import overview
 
 RUN = b"r" * 32
 ME = Identity.generate()
@@ -165,6 +168,15 @@ def test_a_run_is_found_again_by_name_id_or_as_the_last_one(tmp_path: Path) -> N
         known.lead("barn")
     with pytest.raises(PeerError, match=r"'cellar' is neither an address.*'roof'"):
         known.lead("cellar")
+
+
+def test_peers_are_the_other_nodes_connected_now_wherever_they_are_shown() -> None:
+    facts = Facts("name", "me", coordinator="boss", peers=3)
+    assert state_tree(initial(False, 0.0), facts, 0.0, 0)["peers"] == 3  # without a tree
+    facts.tree = {"neighbours": [{"peer": "boss"}, {"peer": "ann"}]}
+    tree = state_tree(initial(False, 0.0), facts, 0.0, 0)
+    assert tree["peers"] == 1
+    assert ("peers", "1 connected") in overview(tree, 0.0)
 
 
 def test_sleep_is_told_apart_from_a_clock_that_was_set() -> None:

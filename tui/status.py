@@ -12,6 +12,7 @@ import typer
 from barnraise.node.fetching import in_words
 from barnraise.node.state import block_words
 from barnraise.protocol.control import read_state
+from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.background import waiting_in
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
@@ -122,7 +123,7 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
         yield (
             f"  {node.get('name', '?')} {short_id(str(node.get('peer_id', '')))}",
             f"{node.get('state', '?')}, version {_version(node.get('have_version'))}, {counts}, "
-            f"{node.get('credit', 0):,} Mflop, last verdict: {verdict}"
+            f"{credit_words(node.get('credit', 0))}, last verdict: {verdict}"
             + (f", {node['strikes']} strikes" if node.get("strikes") else "")
             + (f", BANNED{_until(node.get('banned_until'))}: {node['banned']}" if node.get("banned") else "")
             + (f", {node['reach']}" if node.get("reach") else ""),
@@ -177,19 +178,21 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
             f"{state.get('pending', 0)} not delivered yet"
         ),
     )
-    yield "credit", f"{state.get('credit', 0):,} Mflop, {state.get('credit_today', 0):,} of them today"
+    today = credit_words(state.get("credit_today", 0))
+    yield "credit", f"{credit_words(state.get('credit', 0))}, {today} of it today"
     yield "standing", standing(state.get("standing"), now - (state.get("clock_offset_ms") or 0) / 1000)
     verdict = state.get("last_verdict")
     if verdict and not verdict.get("accepted"):
         yield "last verdict", f"rejected by check '{verdict.get('check')}': {verdict.get('message', '')}"
     elif verdict:
-        yield "last verdict", f"accepted, {verdict.get('credit', 0):,} Mflop"
+        yield "last verdict", f"accepted, {credit_words(verdict.get('credit', 0))}"
     speed = f", {state['tokens_per_s']:,.0f} tokens/s" if state.get("tokens_per_s") else ""
     memory = f", {size(state['engine_memory'])}" if state.get("engine_memory") else ""
     yield "engine", f"{state.get('engine') or 'not started'} on {state.get('device') or '-'}{memory}{speed}"
     yield from _machine(state.get("hardware") or {})
     yield "you", str((state.get("presence") or {}).get("text", ""))
-    yield "traffic", f"{_traffic(state)}, {state.get('peers', 0)} peers"
+    yield "peers", f"{state.get('peers', 0)} connected"
+    yield "traffic", _traffic(state)
     if state.get("duplicate_key"):
         yield "WARNING", "another live node uses the same key: give each its own with 'join --key FILE'"
     for notice in state.get("notices", [])[-3:]:

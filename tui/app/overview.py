@@ -230,8 +230,7 @@ def network_rows(view: View) -> Iterator[Row]:
     if reach:
         kind, cure = text(reach.get("kind"), "?"), text(reach.get("cure"))
         yield "reachable", words((kind, "good" if kind == "direct" else ""), f"; {cure}" if cure else "")
-    links = view.items("neighbours", "tree")
-    yield "peers", words(f"{len(links) or count(state.get('peers'))} connected")
+    yield "peers", words(f"{count(state.get('peers'))} connected")
     opinion = told(standing, state.get("standing"), view.now)
     if opinion:
         yield "standing", words((opinion, "bad" if opinion.startswith("banned") else ""))

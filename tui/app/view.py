@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from barnraise.protocol.credit_words import credit_words
 from barnraise.tui.console import duration, size
 
 SAMPLE_S = 3.0
@@ -118,12 +119,7 @@ def rate(value: Any) -> str:
 
 def credit(value: Any) -> str:
     """Credit, which is millions of useful operations, in units for people: ``48.2 Gflop``."""
-    amount = number(value)
-    for unit in ("Mflop", "Gflop", "Tflop", "Pflop", "Eflop"):
-        if abs(amount) < (1000 if unit == "Mflop" else 999.95) or unit == "Eflop":
-            return f"{amount:,.0f} {unit}" if unit == "Mflop" else f"{amount:,.1f} {unit}"
-        amount /= 1000
-    return ""
+    return credit_words(number(value))
 
 
 def version(value: Any) -> str:
