@@ -220,7 +220,7 @@ class Chaos(Place):
         if name in self._down:
             return "it is down"
         if how == "version while it lives":
-            outcome = damage(how, home, log, random)
+            outcome = self._spoil(how, home, log, random)
             engine = self.find(f"engine of {name}")
             if engine is not None:
                 with suppress(psutil.Error):
@@ -233,7 +233,7 @@ class Chaos(Place):
                     child.kill()
                     child.wait(60)
             process.wait(60)
-            outcome = damage(how, home, log, random)
+            outcome = self._spoil(how, home, log, random)
             self._down.add(name)
             if how == "known" and outcome is not None:
                 self._later(seconds, lambda: self._refused(name))
@@ -243,6 +243,15 @@ class Chaos(Place):
             return "there is no such file"
         self.outcomes.append(outcome)
         return ""
+
+    @staticmethod
+    def _spoil(how: str, home: Path, log: Path, random: Random) -> Outcome | None:
+        try:
+            return damage(how, home, log, random)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return None  # its disk is full just now
 
     def _supervised(self, name: str) -> psutil.Process | None:
         for process in psutil.process_iter():
