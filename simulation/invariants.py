@@ -108,7 +108,8 @@ class Invariants:
         if world.core is not None:
             self._opened(world.core)
         for node in world.live:
-            self._started(node)
+            if node.handle is not None:  # else it is about to start, and says so
+                self._started(node)
 
     def detach(self) -> None:
         """Stop counting steps; nothing else is left behind."""

@@ -9,6 +9,8 @@ import tempfile
 
 import pytest
 
+from barnraise.simulation import plugin
+
 # Python files are compiled once, not by each worker and by each of the processes that tests start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -22,6 +24,8 @@ MODELS = "BARNRAISE_TEST_MODELS"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder, in the process that starts the workers."""
+    if not config.pluginmanager.has_plugin("barnraise"):  # where the checkout is not installed
+        config.pluginmanager.register(plugin, "barnraise")
     if not hasattr(config, "workerinput"):
         os.environ[MODELS] = tempfile.mkdtemp(prefix="barnraise-test-models-")
 
