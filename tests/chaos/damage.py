@@ -39,7 +39,10 @@ def damage(how: str, home: Path, log: Path, random: Random) -> Outcome | None:
             path = max((home / "snapshots").glob("*.bin"), default=None)
             return flip(path, random) and tells(path.name, "the journal is replayed instead")  # type: ignore[union-attr]
         case "tile":
-            tiles = sorted(p for p in (home / "log" / "tile").rglob("*") if p.is_file())
+            files = [p for p in (home / "log" / "tile").rglob("*") if p.is_file()]
+            # Of a tile that is not full, shorter ones lie beside it for a while: no checkpoint needs them.
+            newest = {p.parent: max(q.name.zfill(4) for q in files if q.parent == p.parent) for p in files}
+            tiles = sorted(p for p in files if p.parent.suffix != ".p" or p.name.zfill(4) == newest[p.parent])
             path = random.choice(tiles) if tiles else None
             return flip(path, random) and tells("damaged or missing files were written again")
         case "shard":
