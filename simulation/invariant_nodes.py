@@ -75,6 +75,10 @@ class Nodes:
             case Judged(submission_id):
                 if submission_id not in self.record.submitted:
                     raise Broken("receipts-match", f"{node.name} has a receipt for work that is not stored")
+                assert ctx.receipts is not None
+                for receipt in ctx.receipts.receipts():
+                    if receipt.submission_id == submission_id:
+                        check_receipt(self.record, node.name, node.key, receipt)
             case Granted(unit):
                 self._granted(node, unit.lease_id)
             case EngineLoaded(version):
@@ -167,19 +171,27 @@ def check_receipts(record: Record, operator: bytes, name: str, key: bytes, path:
         return 0
     kept = read_receipts(path)
     for signed in kept:
-        receipt = open_signed(signed, Receipt, operator)
-        index = receipt.ledger_index
-        if index >= len(record.entries) or receipt.node != key:
-            raise Broken("receipts-match", f"{name} has a receipt for ledger entry {index}, which is not its")
-        entry = decode_entry(record.entries[index])
-        if not isinstance(entry, _JUDGING):
-            raise Broken("receipts-match", f"{name}: ledger entry {index} is no verdict")
-        differs = receipt_differs(receipt, entry)
-        if differs:
-            raise Broken(
-                "receipts-match", f"{name}: receipt and ledger entry {index} differ in {', '.join(differs)}"
-            )
+        check_receipt(record, name, key, open_signed(signed, Receipt, operator))
     return len(kept)
+
+
+def check_receipt(record: Record, name: str, key: bytes, receipt: Receipt) -> None:
+    """That one receipt says what the ledger says.
+
+    Raises:
+        Broken: it does not.
+    """
+    index = receipt.ledger_index
+    if index >= len(record.entries) or receipt.node != key:
+        raise Broken("receipts-match", f"{name} has a receipt for ledger entry {index}, which is not its")
+    entry = decode_entry(record.entries[index])
+    if not isinstance(entry, _JUDGING):
+        raise Broken("receipts-match", f"{name}: ledger entry {index} is no verdict")
+    differs = receipt_differs(receipt, entry)
+    if differs:
+        raise Broken(
+            "receipts-match", f"{name}: receipt and ledger entry {index} differ in {', '.join(differs)}"
+        )
 
 
 def check_has_receipts(record: Record, name: str, key: bytes, path: Path, before: int) -> None:

@@ -11,7 +11,7 @@ from trio.lowlevel import Task
 
 from barnraise.simulation.invariant_record import Broken
 
-WINDOW_S = 30.0
+WINDOW_S = 10.0
 NODE_STEPS = 150.0  # a second, over a window: at a heartbeat of 5 s and a unit of minutes it is about 10
 SHARED_STEPS = 400.0  # of the coordinator and the network with few nodes, and more with each node
 AT_ONCE = 20_000  # rounds of the scheduler without the clock moving

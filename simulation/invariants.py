@@ -145,6 +145,8 @@ class Invariants:
             self._try(check_state, core.state, hub, len(record.leases) + len(record.waiting))
             self._try(check_reports, hub, *self._peers())
             self._try(check_log, record, *core.head)
+            if len(core.ledger) == len(record.log):  # else the state is ahead of the disk
+                self._try(record.check_credit, core.state)
         self._try(record.check_jobs, world.coordinator.jobs)
         for node in world.live:
             self._try(self._look_at, node, core)
