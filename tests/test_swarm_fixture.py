@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,15 @@ def test_a_swarm_survives_what_a_test_does_to_it(swarm: Swarm) -> None:
     assert swarm.accepted > before
     assert swarm.credit(second) > 0
     assert swarm.credit(liar) == 0
+
+
+@pytest.mark.swarm(seed=7, **QUICK)
+def test_the_example_in_the_documentation_runs(swarm: Swarm) -> None:
+    page = Path(__file__).parent.parent / "docs" / "simulation.md"
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(next(block for block in found if "def test_" in block), str(page), "exec"), names)
+    names["test_a_crash_costs_a_unit_at_most"](swarm)
 
 
 @pytest.mark.swarm(**QUICK)
