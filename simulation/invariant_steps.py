@@ -12,7 +12,7 @@ from trio.lowlevel import Task
 from barnraise.simulation.invariant_record import Broken
 
 WINDOW_S = 10.0
-NODE_STEPS = 300.0  # a second, over a window: 25 are usual, 62 were seen on lossy lines
+NODE_STEPS = 200.0  # a second, over a window: 25 are usual, 62 were seen on lossy lines
 SHARED_STEPS = 400.0  # of the coordinator and the network with few nodes, and more with each node
 AT_ONCE = 20_000  # rounds of the scheduler without the clock moving
 _OTHERS = ""
