@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from barnraise.coordinator import cover
 from barnraise.coordinator.events import (
     AppealDecided,
     AppealFiled,
@@ -165,7 +166,7 @@ def _claw_back(state: State, event: CreditClawedBack) -> None:
     item.credit = 0
     if event.submission_id in state.pool:
         leave_pool(state, event.submission_id, "void")
-        state.free_units.append(item.lease.unit_id)
+        cover.let_go(state, item.lease.unit_id)
 
 
 def _appeal(state: State, event: AppealFiled) -> None:
@@ -205,6 +206,7 @@ def _decide(state: State, event: AppealDecided) -> None:
     item.credit = event.credit
     state.accepted += 1
     state.rejected -= 1
+    cover.hold(state, item.lease.unit_id)
     enter_pool(state, item, event.rewards)
 
 

@@ -53,6 +53,7 @@ FOLD_MODULES = (
     "coordinator.block_events",
     "coordinator.block_fold",
     "coordinator.block_workers",
+    "coordinator.cover",
     "coordinator.events",
     "coordinator.ledger_log",
     "coordinator.pool",

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from barnraise.coordinator import block_fold
+from barnraise.coordinator import block_fold, cover
 from barnraise.coordinator.audit_fold import (
     apply_audit,
     check_spared,
@@ -98,6 +98,9 @@ class State:
     head: int = -1
     next_unit: int = 0
     free_units: list[int] = field(default_factory=list)
+    cover: dict[int, int] = field(
+        default_factory=dict
+    )  # unit -> who is on it, see ``barnraise.coordinator.cover``
     nodes: dict[bytes, Node] = field(default_factory=dict)
     leases: dict[bytes, Lease] = field(default_factory=dict)
     closed: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # lease -> (why, policy version)
@@ -219,7 +222,7 @@ def _release(state: State, lease: Lease) -> None:
     """Free the lease's unit for somebody else, once."""
     if not lease.timed_out:
         lease.timed_out = True
-        state.free_units.append(lease.terms.unit_id)
+        cover.let_go(state, lease.terms.unit_id)
         _count(state.lent, lease.terms.policy_version, -lease.terms.prompts)
 
 
@@ -252,11 +255,19 @@ def _lease_issued(state: State, event: LeaseIssued) -> None:
     if terms.unit_id == state.next_unit:
         state.next_unit += 1
     else:
-        _require(terms.unit_id in state.free_units, "unit is neither new nor free")
-        state.free_units.remove(terms.unit_id)
+        _require(_may_be_lent(state, terms.unit_id), "unit is neither new nor free")
+    cover.hold(state, terms.unit_id)
     state.leases[terms.lease_id] = Lease(terms, event.instance)
     node.leases[terms.lease_id] = None
     _count(state.lent, terms.policy_version, terms.prompts)
+
+
+def _may_be_lent(state: State, unit_id: int) -> bool:
+    if unit_id in state.free_units:
+        return True
+    # Journals from before ``cover`` lent units again that a late, refused answer had freed.
+    at_work = (lease.terms.unit_id for lease in state.leases.values() if not lease.timed_out)
+    return unit_id < state.next_unit and unit_id not in at_work
 
 
 def _submitted(state: State, event: Submitted) -> None:
@@ -266,8 +277,8 @@ def _submitted(state: State, event: Submitted) -> None:
     node = state.nodes[terms.node]
     if not lease.timed_out:
         _count(state.lent, terms.policy_version, -terms.prompts)
-    elif terms.unit_id in state.free_units:
-        state.free_units.remove(terms.unit_id)  # back in time after all: nobody needs to redo it
+    else:
+        cover.hold(state, terms.unit_id)  # back in time after all: nobody needs to redo it
     _close_lease(state, lease, "used")
     epoch = state.epoch if state.epoch in state.epochs else -1
     state.submissions[event.submission_id] = Submission(
@@ -317,7 +328,7 @@ def _judged(state: State, event: SubmissionJudged) -> None:
     submission.status = "rejected"
     state.rejected += 1
     state.rejections[verdict.check] = state.rejections.get(verdict.check, 0) + 1
-    state.free_units.append(terms.unit_id)
+    cover.let_go(state, terms.unit_id)
     node.rejected += 1
 
 
@@ -385,6 +396,8 @@ def _forget(state: State, before: int) -> None:
         for key, item in state.submissions.items()
         if item.status in SETTLED and item.lease.policy_version < before and key not in state.appeals
     ]:
-        del state.submissions[submission_id]
+        item = state.submissions.pop(submission_id)
+        if item.status not in ("rejected", "void"):
+            cover.forget(state, item.lease.unit_id)
     for lease_id in [key for key, (_, version) in state.closed.items() if version < before]:
         del state.closed[lease_id]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -14,6 +16,7 @@ from barnraise.coordinator.events import (
     BatchFormed,
     LeaseClosed,
     LeaseIssued,
+    LeaseTimedOut,
     NodeJoined,
     RunOpened,
     SubmissionJudged,
@@ -78,6 +81,13 @@ def test_counters_agree_with_what_they_count(seed: int, length: int) -> None:
     assert state.pool_usable == sum(item.usable for item in pool)
     assert state.accepted == sum(node.accepted for node in state.nodes.values())
     assert state.rejected == sum(node.rejected for node in state.nodes.values())
+    on_units = Counter(lease.terms.unit_id for lease in state.leases.values() if not lease.timed_out)
+    on_units.update(
+        item.lease.unit_id for item in state.submissions.values() if item.status not in ("rejected", "void")
+    )
+    assert state.cover == on_units
+    assert not state.cover.keys() & set(state.free_units)
+    assert len(set(state.free_units)) == len(state.free_units)
     for node in state.nodes.values():
         mine = [item for item in waiting if item.lease.node == node.key]
         assert node.unjudged == len(mine)
@@ -130,6 +140,27 @@ def test_a_lease_is_used_once() -> None:
     apply(state, Submitted(submission_id=b"1" * 32, lease_id=terms.lease_id, size=1, at_ms=6))
     with pytest.raises(EventError, match="not open"):
         apply(state, Submitted(submission_id=b"2" * 32, lease_id=terms.lease_id, size=1, at_ms=7))
+
+
+def test_a_refused_or_missing_late_answer_does_not_free_a_unit_that_another_node_has() -> None:
+    """Lent twice because the first holder was late: nobody else gets it while the second is at it or answered."""
+    for second_answers, refused in ((True, True), (False, True), (True, False)):
+        state, rng = started(), random.Random(0)
+        late = lease_for(state, b"n" * 32, rng, 5)
+        apply(state, LeaseIssued(lease=late, instance=b"i" * 16))
+        apply(state, LeaseTimedOut(lease_id=late.lease_id, at_ms=6))
+        assert state.free_units == [late.unit_id]
+        again = msgspec.structs.replace(late, lease_id=b"2" * 16)
+        apply(state, LeaseIssued(lease=again, instance=b"i" * 16))
+        if second_answers:
+            apply(state, Submitted(submission_id=b"2" * 32, lease_id=again.lease_id, size=1, at_ms=7))
+            accept(state, b"2" * 32)
+        apply(state, Submitted(submission_id=b"1" * 32, lease_id=late.lease_id, size=1, at_ms=8))
+        (reject if refused else accept)(state, b"1" * 32)
+        assert state.free_units == []
+        if not second_answers:
+            apply(state, LeaseTimedOut(lease_id=again.lease_id, at_ms=9))
+            assert state.free_units == [late.unit_id]  # now nobody has it
 
 
 def test_rollouts_too_old_for_the_next_version_leave_the_pool() -> None:
