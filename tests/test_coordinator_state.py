@@ -143,7 +143,7 @@ def test_a_lease_is_used_once() -> None:
 
 
 def test_a_refused_or_missing_late_answer_does_not_free_a_unit_that_another_node_has() -> None:
-    """Lent twice because the first was late: nobody else gets it while the second is at it or has answered."""
+    """Lent anew because the first was late, it is nobody else's while the second is at it or has answered."""
     for second_answers, refused in ((True, True), (False, True), (True, False)):
         state, rng = started(), random.Random(0)
         late = lease_for(state, b"n" * 32, rng, 5)
