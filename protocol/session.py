@@ -183,6 +183,7 @@ class Session:
         self._push, self.pushes = trio.open_memory_channel[Message](MAX_WAITING_PUSHES)
         self._ended = trio.Event()
         self._scope = trio.CancelScope()
+        self._closing = False
         self.reason = ""
 
     @property
@@ -202,7 +203,7 @@ class Session:
                     self._end(f"{self.peer_id} closed the session")
                     nursery.cancel_scope.cancel()
             if self._scope.cancelled_caught:
-                clean = clean or not self.reason
+                clean = clean or self._closing or not self.reason
                 self._end("the session was closed")
         except* BarnraiseError as errors:
             self._end(str(_first(errors)))
@@ -214,6 +215,7 @@ class Session:
     async def close(self, reason: str = "the session was closed") -> None:
         """End the session; requests under way fail with ``PeerError``."""
         self._end(reason)
+        self._closing = True  # else ``run``, ending first, would reset the stream that we close
         self._scope.cancel()
         await _finish(self._stream, True)
 
