@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 
+from barnraise.protocol import shards
 from barnraise.simulation import plugin
 
 # Python files are compiled once, not by each worker and by each of the processes that tests start.
@@ -39,3 +40,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Real processes first: what takes minutes must not be what is left for one worker at the end."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_beside_virtual_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps does not wait for worker threads: minutes pass while one writes a file."""
+    if "autojump_clock" in request.fixturenames:
+        monkeypatch.setattr(shards, "INLINE_BYTES", 2**40)

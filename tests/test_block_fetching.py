@@ -21,7 +21,6 @@ from block_swarm_support import (
 from barnraise.coordinator import block_belt
 from barnraise.coordinator.block_files import fetch_unit, state_name
 from barnraise.coordinator.core import in_place
-from barnraise.protocol import shards
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import (
     MAX_SHARD,
@@ -174,10 +173,7 @@ async def test_units_without_room_wait_for_it(
         assert (await bob.verdict()).accepted  # who does not serve makes room
 
 
-async def test_half_a_file_is_gone_on_with(
-    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "INLINE_BYTES", 2**30)  # virtual time waits for no thread
+async def test_half_a_file_is_gone_on_with(tmp_path: Path, autojump_clock: Clock) -> None:
     swarm = MemorySwarm(latency_s=0.01)
     data = bytes(range(256)) * 40_000  # 2.5 shards
     path = tmp_path / "state"

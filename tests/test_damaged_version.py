@@ -13,7 +13,6 @@ from cheats import Paced
 from swarm_support import make_model, swarming
 
 from barnraise.coordinator import publisher
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.manifest import WEIGHTS_FILE
 from barnraise.protocol.messages import Manifest
 
@@ -23,11 +22,6 @@ Clock = trio.testing.MockClock
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("damaged") / "model")
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 async def test_a_manifest_that_does_not_match_its_shards_is_its_coordinators_fault(

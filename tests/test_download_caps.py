@@ -17,7 +17,6 @@ import trio
 
 from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol import memory_network
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.bandwidth import WINDOW, Pacer
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL
@@ -115,7 +114,6 @@ async def test_what_arrives_under_a_cap_is_within_a_tenth_of_it_over_any_five_se
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """R12."""
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
     window = WINDOW
     if cap * 2 * latency_s > window / 2 * sources:
         window = 4096 * KIB  # as yamux lets it grow where the line needs it

@@ -13,7 +13,6 @@ import trio.testing
 from gossip_support import CONFIG, KIB, OPERATOR, Host, make_version, meadow, opened
 
 from barnraise.protocol import memory_network
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.gossip_bulk import Sending
@@ -28,12 +27,6 @@ from barnraise.protocol.tree_messages import BULK_PROTOCOL, TREE_PROTOCOL, Piece
 from barnraise.protocol.wire import frame
 
 Clock = trio.testing.MockClock
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "autojump_clock" in request.fixturenames:  # it does not wait for worker threads
-        monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 async def test_twelve_nodes_get_a_version_and_the_origin_uploads_far_less_than_twelve_copies(

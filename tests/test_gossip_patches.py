@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import trio
 import trio.testing
@@ -14,18 +13,12 @@ from safetensors.torch import save_file
 from barnraise.coordinator import publisher
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.workers import checkpoint_folder
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.manifest import manifest_bytes
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.tree_index import lists_of, patches_list
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 class Operator:

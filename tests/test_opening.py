@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from barnraise.coordinator.opening import OpeningWriter
 from barnraise.coordinator.patching import Previous, expected_bases
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.identity import Identity
@@ -40,11 +39,6 @@ from barnraise.protocol.tree_messages import Opened
 Clock = trio.testing.MockClock
 SHARD = 16 * KIB
 MALLORY = Identity.from_private_bytes(b"m" * 32)
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 def opening(**changes: Any) -> Opening:

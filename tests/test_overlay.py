@@ -19,7 +19,6 @@ from barnraise.coordinator.origin import Origin
 from barnraise.node.known import KnownRuns
 from barnraise.node.link import Run
 from barnraise.node.remembered import MOST, load_contacts, remembered_run, save_contacts, save_run
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.runid import run_id
@@ -31,11 +30,6 @@ Clock = trio.testing.MockClock
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("overlay") / "model")
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 async def test_versions_reach_all_daemons_down_the_tree(

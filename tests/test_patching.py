@@ -25,7 +25,6 @@ from barnraise.node.patching import patches_since, plan
 from barnraise.node.torch_engine import Generator
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.identity import Identity
@@ -54,12 +53,6 @@ SPEC = msgspec.structs.replace(
     operator=OPERATOR.public_key,
     model=msgspec.structs.replace(_plain.model, assets={"config.json": sha256(CONFIG).digest()}),
 )
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "autojump_clock" in request.fixturenames:  # it does not wait for worker threads
-        monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 class Operator:

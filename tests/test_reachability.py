@@ -128,7 +128,6 @@ def test_the_quota_forgets_old_askers_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert quota.wait("0", 5) == 0
 
 
-@pytest.mark.xfail(strict=False, reason="a defect: a node without neighbours may stay so for minutes")
 async def test_a_swarm_with_seventy_percent_that_nobody_can_dial_completes_a_broadcast(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

@@ -9,7 +9,6 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
@@ -326,10 +325,7 @@ async def test_streams_over_the_budget_and_unwanted_peers_are_reset(
             await client.fetch(name(data), 100)
 
 
-async def test_an_idle_or_unread_stream_is_dropped_in_time(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
+async def test_an_idle_or_unread_stream_is_dropped_in_time(autojump_clock: trio.testing.MockClock) -> None:
     data = b"d" * 3_000_000
     async with peers(serve_shards(Shelf(data), ServeLimits(sending=1))) as (node, address):
         await node.connect(address)

@@ -18,7 +18,6 @@ import trio
 from barnraise.node.versions import Versions
 from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol import memory_network
-from barnraise.protocol import shards as shards_module
 from barnraise.protocol import store as store_module
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.envelope import sign
@@ -43,12 +42,6 @@ SPEC = spec_support.run_spec(
     model__parameters=10_000_000,
     model__assets={"config.json": sha256(CONFIG).digest()},
 )
-
-
-@pytest.fixture(autouse=True)
-def _inline_file_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "autojump_clock" in request.fixturenames:  # it does not wait for worker threads
-        monkeypatch.setattr(shards_module, "INLINE_BYTES", 2**40)
 
 
 def publish(
