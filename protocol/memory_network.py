@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import trio
 
 from barnraise.protocol.errors import MalformedError, PeerError
+from barnraise.protocol.memory_alarm import Alarm, Parked
 from barnraise.protocol.network import Handler, Way
 
 log = logging.getLogger(__name__)
@@ -56,86 +56,6 @@ class _Connection:
                 pipe.wake()
 
 
-class _Parked:
-    """A task that waits for something on a pipe, until ``until`` at the latest."""
-
-    __slots__ = ("among", "task", "until")
-
-    def __init__(self, task: trio.lowlevel.Task, among: list[_Parked]) -> None:
-        self.task: trio.lowlevel.Task | None = task
-        self.until = math.inf
-        self.among = among
-
-    def go(self) -> None:
-        """Let it run on; safe to call twice."""
-        task = self._leave()
-        if task is not None:
-            trio.lowlevel.reschedule(task)
-
-    def cancelled(self, raise_cancel: Any) -> trio.lowlevel.Abort:
-        """For trio."""
-        self._leave()
-        return trio.lowlevel.Abort.SUCCEEDED
-
-    def _leave(self) -> trio.lowlevel.Task | None:
-        task, self.task = self.task, None
-        if task is not None:
-            self.among.remove(self)
-        return task
-
-
-class _Alarm:
-    """Wakes parked tasks at their times: one task for the whole swarm, no cancel scope for each wait.
-
-    What is due within the same ``resolution_s`` is woken together, at its end.
-    """
-
-    def __init__(self, resolution_s: float) -> None:
-        self._resolution_s = resolution_s
-        self._due: list[tuple[float, int, _Parked]] = []
-        self._count = 0
-        self._scope: trio.CancelScope | None = None  # in which our task sleeps, once it runs
-        self._next = math.inf
-
-    async def sleep(self, until: float, among: list[_Parked]) -> None:
-        """Wait until then, or until somebody calls ``go`` of what is added to ``among``."""
-        parked = _Parked(trio.lowlevel.current_task(), among)
-        among.append(parked)
-        self._set(parked, until)
-        await trio.lowlevel.wait_task_rescheduled(parked.cancelled)
-
-    def sooner(self, parked: _Parked, at: float) -> None:
-        """Wake it by ``at`` if it was to sleep longer."""
-        if at < parked.until:
-            self._set(parked, at)
-
-    def _set(self, parked: _Parked, at: float) -> None:
-        if self._resolution_s and at < math.inf:
-            at = max(at, math.ceil(at / self._resolution_s) * self._resolution_s)
-        parked.until = at
-        if at == math.inf:
-            return
-        self._count += 1
-        heapq.heappush(self._due, (at, self._count, parked))
-        if at < self._next:
-            self._next = at
-            if self._scope is None:
-                self._scope = trio.CancelScope()
-                trio.lowlevel.spawn_system_task(self._run)
-            self._scope.deadline = at
-
-    async def _run(self) -> None:
-        while True:
-            now = trio.current_time()
-            while self._due and self._due[0][0] <= now:
-                at, _, parked = heapq.heappop(self._due)
-                if parked.until == at:  # else it is woken at another time
-                    parked.go()
-            self._next = self._due[0][0] if self._due else math.inf
-            with trio.CancelScope(deadline=self._next) as self._scope:
-                await trio.sleep_forever()
-
-
 class _Pipe:
     """One direction of one stream: timed pieces in flight, then an end or a reset."""
 
@@ -152,8 +72,8 @@ class _Pipe:
         self._held = 0
         self._end_at: float | None = None
         self.reset = False
-        self._readers: list[_Parked] = []
-        self._writers: list[_Parked] = []
+        self._readers: list[Parked] = []
+        self._writers: list[Parked] = []
 
     def wake(self) -> None:
         """Have everybody who waits look again now."""
@@ -187,7 +107,7 @@ class _Pipe:
         if self.reset:
             raise PeerError("the stream was reset")
 
-    async def _pause(self, until: float, waiting: list[_Parked]) -> None:
+    async def _pause(self, until: float, waiting: list[Parked]) -> None:
         await self._swarm._alarm.sleep(min(until, self._swarm._expiry(self._connection)), waiting)
 
     async def write(self, data: bytes) -> int:
@@ -482,8 +402,6 @@ class MemorySwarm:
     Args:
         latency_s: one way, in seconds, of every link not set otherwise.
         bandwidth: bytes per second and direction of every link; None is unlimited.
-        resolution_s: what arrives within so many seconds arrives together, at the end of them.
-            With very many hosts that saves half of the scheduler's work; 0: everything at its time.
         weigh: how many bytes a piece of so many bytes on a stream of some protocol counts for on
             a link with a bandwidth, where a small model stands for a large one.
     """
@@ -494,10 +412,9 @@ class MemorySwarm:
         latency_s: float = 0.0,
         bandwidth: float | None = None,
         weigh: Callable[[str, int], float] | None = None,
-        resolution_s: float = 0.0,
     ) -> None:
         self.weigh = weigh
-        self._alarm = _Alarm(resolution_s)
+        self._alarm = Alarm()
         self._latency_s = latency_s
         self._bandwidth = bandwidth
         self._hosts: dict[str, MemoryNetwork] = {}

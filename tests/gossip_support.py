@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from spec_support import run_spec
 
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.presets import demo
@@ -29,7 +30,6 @@ from barnraise.protocol.network import Network
 from barnraise.protocol.opening import check_opening
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import serve_shards
-from barnraise.protocol.spec import ModelSpec, RunSpec
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
@@ -41,36 +41,21 @@ CONFIG = b'{"hidden_size": 64}'
 KIB = 1024
 
 
-def _spec() -> RunSpec:
-    settings = demo()
-    return RunSpec(
-        format=1,
-        name="test",
-        description="",
-        operator=OPERATOR.public_key,
-        created_at=0,
-        phase="posttrain",
-        seed=1,
-        model=ModelSpec(
-            name="m",
-            parameters=10_000_000,
-            vocabulary=64,
-            weights_dtype="float32",
-            compute_dtype="float32",
-            eos_token=0,
-            assets={"config.json": sha256(CONFIG).digest()},
-        ),
-        environment=settings.environment,
-        sampling=settings.sampling,
-        rollout=settings.rollout,
-        grpo=settings.grpo,
-        verify=default_verify_spec("float32"),
-        evaluation=settings.evaluation,
-        admission="open",
-    )
-
-
-SPEC = _spec()
+_DEMO = demo()
+SPEC = run_spec(
+    name="test",
+    operator=OPERATOR.public_key,
+    seed=1,
+    model__name="m",
+    model__parameters=10_000_000,
+    model__assets={"config.json": sha256(CONFIG).digest()},
+    environment=_DEMO.environment,
+    sampling=_DEMO.sampling,
+    rollout=_DEMO.rollout,
+    grpo=_DEMO.grpo,
+    verify=default_verify_spec("float32"),
+    evaluation=_DEMO.evaluation,
+)
 
 
 def make_version(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_support import GRPO, VERIFY
+from spec_support import run_spec
 
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import sign
@@ -33,52 +33,27 @@ from barnraise.protocol.ledger_file import MAGIC, open_ledger, verify_ledger_fil
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Receipt, Signed, TreeHead, Verdict
 from barnraise.protocol.runid import open_run_spec, run_id
-from barnraise.protocol.spec import (
-    EnvironmentSpec,
-    EvalSpec,
-    ModelSpec,
-    RolloutSpec,
-    RunSpec,
-    SamplingSpec,
-)
 
 OPERATOR, STRANGER = Identity.from_private_bytes(b"o" * 32), Identity.from_private_bytes(b"s" * 32)
 ANN, BEN = b"a" * 32, b"b" * 32
 PARAMETERS, NEW_TOKENS = 1_000_000, 10
 
-SPEC = RunSpec(
-    format=1,
+SPEC = run_spec(
     name="reverse",
-    description="",
     operator=OPERATOR.public_key,
     created_at=1,
-    phase="posttrain",
     seed=7,
-    model=ModelSpec(
-        name="demo",
-        parameters=PARAMETERS,
-        vocabulary=40,
-        weights_dtype="bfloat16",
-        compute_dtype="float32",
-        eos_token=1,
-        assets={"config.json": bytes(32)},
-    ),
-    environment=EnvironmentSpec(name="reverse", settings="{}", prompt_format="plain", system_prompt=""),
-    sampling=SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS),
-    rollout=RolloutSpec(
-        prompts_per_unit=2,
-        group_size=4,
-        groups_per_version=8,
-        max_groups_per_version=16,
-        max_lag=2,
-        versions=12,
-        timeout_s=60.0,
-        deadline_s=120.0,
-    ),
-    grpo=GRPO,
-    verify=VERIFY,
-    evaluation=EvalSpec(tasks=64, every=1),
-    admission="open",
+    model__name="demo",
+    model__parameters=PARAMETERS,
+    model__vocabulary=40,
+    model__weights_dtype="bfloat16",
+    model__eos_token=1,
+    model__assets={"config.json": bytes(32)},
+    sampling__max_new_tokens=NEW_TOKENS,
+    rollout__groups_per_version=8,
+    rollout__max_groups_per_version=16,
+    rollout__versions=12,
+    evaluation__tasks=64,
 )
 SIGNED_SPEC = sign(SPEC, OPERATOR)
 RUN = run_id(SIGNED_SPEC)

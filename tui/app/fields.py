@@ -13,7 +13,7 @@ from typing import Any
 from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.app.view import clock, is_moment, number
 from barnraise.tui.console import duration, size
-from barnraise.tui.limit_words import parse_moment
+from barnraise.tui.limit_words import parse_moment, parse_threads
 
 _SPAN = re.compile(r"(?:([0-9]{1,6})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m(?:in)?)?(?:([0-9]{1,8})s)?")
 _SECONDS = (86_400, 3600, 60, 1)
@@ -66,15 +66,6 @@ def _share(text: str) -> float:
     if not 0 < value <= 100:
         raise ValueError(f"{text!r} is no share: write it like 50 %, above 0 and at most 100")
     return value / 100
-
-
-def _threads(text: str) -> int | None:
-    text = text.strip().lower()
-    if text in ("auto", "none"):
-        return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 1024:
-        raise ValueError(f"{text!r} is no number of threads: 1 to 1024, or auto")
-    return int(text)
 
 
 def _degrees(text: str) -> float | None:
@@ -216,7 +207,7 @@ FIELDS = (
         "threads_idle",
         "threads, idle",
         "8 or auto",
-        _threads,
+        parse_threads,
         _or("auto", "{:.0f}"),
         "of the engine, while nobody uses the machine",
     ),
@@ -224,7 +215,7 @@ FIELDS = (
         "threads_in_use",
         "threads, in use",
         "4 or auto",
-        _threads,
+        parse_threads,
         _or("auto", "{:.0f}"),
         "of the engine, while you use the machine",
     ),
