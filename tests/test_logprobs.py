@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from barnraise.kernels import logprobs
 from barnraise.kernels.logprobs import token_logprobs
@@ -66,30 +70,47 @@ def test_chunking_changes_no_value() -> None:
         torch.testing.assert_close(part, same, rtol=1e-6, atol=1e-6)
 
 
-def test_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    inner = torch.nn.functional.linear
+def test_logits_never_exist_whole_forward_or_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, width, vocabulary, rows = 512, 8, 2048, 16
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * vocabulary)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, width, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
 
-    def watched(states: Tensor, *rest: Tensor | None) -> Tensor:
-        rows.append(len(states))
-        return inner(states, *rest)
+    def step() -> None:
+        chosen, entropy = token_logprobs(hidden, weight, targets, 0.7, softcap=30.0)
+        (chosen.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * V + 1)
-    hidden, weight, _, targets = example()
-    kept: list[int] = []
+    step()  # gradients and what torch itself needs once
+    chunk, both = 4 * rows * vocabulary, 4 * (hidden.numel() + weight.numel())
+    assert peak_bytes(step) < 6 * chunk + 3 * both  # a quarter of the logits, which are 32 chunks
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        chosen, _ = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets)
-    assert max(rows) == 4
-    assert len(rows) == 10
-    chosen.sum().backward()
-    assert max(rows) == 4
-    assert len(rows) == 20  # made again in the backward pass, so not kept
+def peak_bytes(work: Callable[[], None]) -> int:
+    """The most that ``work`` has allocated at once, by the CPU allocator's own records."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    assert profile.profiler is not None
+    results = profile.profiler.kineto_results
+    assert results is not None
+    changes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_gradients_are_those_of_finite_differences(chunk: int, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (7, 3), (7,))
+    )
+    targets = torch.randint(7, (5,), generator=generator)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: token_logprobs(leaves[0], leaves[1], targets, 0.8, leaves[2], softcap, chunk),
+        (hidden, weight, bias),
+    )
 
 
 def test_bfloat16_states_give_float32_results_with_gradient() -> None:
