@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from barnraise.coordinator.block_events import BlockEvent
+from barnraise.coordinator.operator_events import OperatorEvent
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.messages import RolloutLease, Verdict
 
@@ -231,6 +232,7 @@ Event = (
     | VersionPublished
     | AuditEvent
     | BlockEvent
+    | OperatorEvent
 )
 
 

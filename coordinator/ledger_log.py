@@ -43,6 +43,19 @@ from barnraise.coordinator.events import (
 )
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_uses import UseNotes
+from barnraise.coordinator.operator_events import (
+    AlarmCleared,
+    AlarmRaised,
+    InviteMade,
+    InviteRevoked,
+    InviteUsed,
+    NodeAllowed,
+    NodeDisallowed,
+    RollbackOrdered,
+    RunPaused,
+    RunResumed,
+    SettingsAmended,
+)
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
 from barnraise.protocol.envelope import sign
@@ -136,6 +149,20 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             )
         case BanLifted():
             return ledger.BanLifted(at_ms=event.at_ms, node=event.node, reason=event.reason)
+        case SettingsAmended():
+            return ledger.Amended(
+                at_ms=event.at_ms,
+                number=event.number,
+                changes=event.changes,
+                reason=event.reason,
+                amendment=event.amendment,
+            )
+        case RollbackOrdered():
+            return ledger.RolledBack(at_ms=event.at_ms, to_version=event.to_version, reason=event.reason)
+        case InviteMade() | InviteRevoked() | InviteUsed() | NodeAllowed() | NodeDisallowed():
+            return None
+        case AlarmRaised() | AlarmCleared() | RunPaused() | RunResumed():
+            return None
         case OffenceNoted():
             return None
         case LeaseTimedOut() | BatchFormed() | SubmissionsSkipped() | VersionTrained():

@@ -48,6 +48,20 @@ from barnraise.coordinator.events import (
     VersionPublished,
     VersionTrained,
 )
+from barnraise.coordinator.operator_events import (
+    AlarmCleared,
+    AlarmRaised,
+    InviteMade,
+    InviteRevoked,
+    InviteUsed,
+    NodeAllowed,
+    NodeDisallowed,
+    RollbackOrdered,
+    RunPaused,
+    RunResumed,
+    SettingsAmended,
+)
+from barnraise.coordinator.operator_fold import Operations, apply_operator
 from barnraise.coordinator.pool import enter_pool, leave_pool, usable_groups
 from barnraise.coordinator.state_parts import (
     SETTLED,
@@ -129,6 +143,7 @@ class State:
     epoch_head: int = -1  # the head when the newest was committed to
     appeals: dict[bytes, None] = field(default_factory=dict)  # open, oldest first
     blocks: Blocks = field(default_factory=Blocks)
+    operations: Operations = field(default_factory=Operations)
 
     @property
     def made(self) -> int:
@@ -186,6 +201,20 @@ def apply(state: State, event: Event) -> None:
             _published(state, event)
         case BlockLeased() | BlockSubmitted() | BlockOverdue() | BlockJudged() | RoundFormed():
             apply_blocks(state, event)
+        case (
+            SettingsAmended()
+            | InviteMade()
+            | InviteRevoked()
+            | InviteUsed()
+            | NodeAllowed()
+            | NodeDisallowed()
+            | AlarmRaised()
+            | AlarmCleared()
+            | RunPaused()
+            | RunResumed()
+            | RollbackOrdered()
+        ):
+            apply_operator(state, event)
         case AppealFiled() if event.submission_id in state.blocks.work:
             block_fold.appealed(state, event)
         case AppealDecided() if event.submission_id in state.blocks.work:
@@ -334,6 +363,7 @@ def _judged(state: State, event: SubmissionJudged) -> None:
 
 def _batch_formed(state: State, event: BatchFormed) -> None:
     _require(state.batch is None, "a batch is being trained already")
+    _require(state.operations.rollback is None, "a rollback comes before the next batch")
     _require(event.version == state.made + 1, "batch for another version than the next")
     _require(
         all(item in state.pool for item in event.submissions), "batch takes work that is not in the pool"
@@ -348,10 +378,11 @@ def _trained(state: State, event: VersionTrained) -> None:
     _require(bool(state.run_id), "the run is not open")
     _require(state.unpublished is None, "version trained before the one before it was published")
     _require(event.version == state.head + 1, "version trained out of order")
-    made_of = state.batch is not None or state.blocks.round is not None
+    again = state.operations.rollback is not None
+    made_of = again or state.batch is not None or state.blocks.round is not None
     _require(event.version == 0 or made_of, "version trained without its batch")
     state.unpublished = Unpublished(event, state.batch)  # its work is kept: it can be done again
-    state.batch = None
+    state.batch = state.operations.rollback = None
     _drop_stale(state)
 
 

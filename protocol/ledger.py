@@ -15,6 +15,7 @@ from typing import TypeVar
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.ledger_entries import (
+    Amended,
     Appealed,
     AuditCommitted,
     AuditRevealed,
@@ -29,6 +30,7 @@ from barnraise.protocol.ledger_entries import (
     NodeJoined,
     Restored,
     Reviewed,
+    RolledBack,
     RunCreated,
     Submitted,
     VersionPublished,
@@ -48,6 +50,7 @@ from barnraise.protocol.standing import CLAWED_BACK, RESTORED
 from barnraise.protocol.wire import decode
 
 __all__ = [
+    "Amended",
     "Appealed",
     "AuditCommitted",
     "AuditRevealed",
@@ -66,6 +69,7 @@ __all__ = [
     "Problem",
     "Restored",
     "Reviewed",
+    "RolledBack",
     "RunCreated",
     "Submitted",
     "VersionPublished",

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from barnraise.protocol import wire
+from barnraise.protocol.amendments import Changes
 from barnraise.protocol.messages import (
     Count,
     Digest,
@@ -174,6 +175,28 @@ class VersionPublished(_Entry, frozen=True):
     manifest: Digest
 
 
+class Amended(_Entry, frozen=True):
+    """Settings changed while the run was under way. ``amendment``: SHA-256 of the signed payload.
+
+    ``number`` counts from 1 without gaps; see ``barnraise.protocol.amendments``.
+    """
+
+    number: Annotated[int, Meta(ge=1, le=2**31)]
+    changes: Changes
+    reason: Text
+    amendment: Digest
+
+
+class RolledBack(_Entry, frozen=True):
+    """The next version is ``to_version`` again, weights and optimiser; what came between is given up.
+
+    Versions go on increasing: nothing that was published is unpublished, and credit stays.
+    """
+
+    to_version: Version
+    reason: Text
+
+
 LedgerEntry = (
     RunCreated
     | NodeJoined
@@ -191,6 +214,8 @@ LedgerEntry = (
     | Restored
     | NodeBanned
     | BanLifted
+    | Amended
+    | RolledBack
 )
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from barnraise.protocol.amendments import AmendmentError, amended
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.ledger_entries import (
+    Amended,
     Appealed,
     AuditCommitted,
     AuditRevealed,
@@ -28,6 +30,7 @@ from barnraise.protocol.ledger_entries import (
     NodeJoined,
     Restored,
     Reviewed,
+    RolledBack,
     RunCreated,
     Submitted,
     VersionPublished,
@@ -108,6 +111,7 @@ class LedgerFold:
     rejected: int = 0
     spared: int = 0
     clawed_back: int = 0  # credit, what was restored taken off
+    amendments: int = 0  # so many changes of settings; ``spec`` is as the newest left it
     _leases: dict[bytes, _Lease] = field(default_factory=dict)
     _submissions: dict[bytes, bytes] = field(default_factory=dict)  # submission -> lease
     _records: dict[bytes, AuditRecord] = field(default_factory=dict)  # by node
@@ -173,8 +177,28 @@ class LedgerFold:
             case NodeBanned() | BanLifted():
                 if entry.node not in self.balances:
                     raise LedgerError(index, "joined-first", "the node has not joined")
+            case Amended():
+                self._amend(index, entry)
+            case RolledBack():
+                if not 0 <= entry.to_version < self.version:
+                    raise LedgerError(
+                        index,
+                        "rollback-earlier",
+                        f"back to version {entry.to_version} with version {self.version} the newest",
+                    )
             case _:
                 assert_never(entry)
+
+    def _amend(self, index: int, entry: Amended) -> None:
+        if entry.number != self.amendments + 1:
+            raise LedgerError(index, "amendments-in-order", f"number {entry.number} after {self.amendments}")
+        self.amendments = entry.number
+        if self.run_id is None or self.spec is None:
+            return
+        try:
+            self.spec = amended(self.spec, entry.changes)
+        except AmendmentError as error:
+            raise LedgerError(index, "amendable", str(error)) from None
 
     def owing(self) -> list[bytes]:
         """Nodes whose audit failed and whose credit was not all taken back: none, in a whole ledger."""

@@ -130,6 +130,13 @@ def told(fields: dict[str, Any]) -> tuple[str, str]:
         what, text = "audit seed", f"{fields['epoch']} committed to: {fields['commitment'][:16]}"
     elif kind == "AuditRevealed":
         what, text = "audit seed", f"{fields['epoch']} published: {fields['seed'][:16]}"
+    elif kind == "Amended":
+        changes = ", ".join(
+            f"{printable(key)} = {printable(value)}" for key, value in fields["changes"].items()
+        )
+        what, text = "AMENDED", f"number {fields['number']}: {changes}; {printable(fields['reason'], 500)}"
+    elif kind == "RolledBack":
+        what, text = "ROLLED BACK", f"to version {fields['to_version']}: {printable(fields['reason'], 500)}"
     else:
         what, text = "published", f"version {fields['version']}, manifest {fields['manifest'][:16]}"
     return what, text

@@ -19,6 +19,7 @@ NonNegative = Annotated[float, Meta(ge=0.0, le=1e6)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Small = Annotated[int, Meta(ge=1, le=65_536)]
 Dtype = Literal["float32", "bfloat16"]
+Admission = Literal["open", "invite", "allow"]  # anybody; with an invite or on the list; on the list alone
 
 
 class ModelSpec(Message, frozen=True):
@@ -141,5 +142,5 @@ class RunSpec(Message, frozen=True):
     grpo: GrpoSpec
     verify: VerifySpec
     evaluation: EvalSpec
-    admission: Literal["open"]
+    admission: Admission  # at first; see ``barnraise.protocol.amendments``
     pretrain: PretrainSpec | None = None  # with phase "pretrain", and only then

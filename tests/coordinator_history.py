@@ -30,6 +30,19 @@ from barnraise.coordinator.events import (
     VersionPublished,
     VersionTrained,
 )
+from barnraise.coordinator.operator_events import (
+    AlarmCleared,
+    AlarmRaised,
+    InviteMade,
+    InviteRevoked,
+    InviteUsed,
+    NodeAllowed,
+    NodeDisallowed,
+    RollbackOrdered,
+    RunPaused,
+    RunResumed,
+    SettingsAmended,
+)
 from barnraise.coordinator.state import State, apply
 from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.standing import UNAUDITED, UNVERIFIABLE, commitment_of
@@ -140,6 +153,32 @@ def standing_events(state: State, rng: random.Random, now: int) -> list[Event]:
     return choices
 
 
+def operator_events(state: State, rng: random.Random, now: int) -> list[Event]:
+    """What the operator or a guard may do next."""
+    mine, node = state.operations, rng.randbytes(1) * 32
+    changes = {rng.choice(("grpo.learning_rate", "grpo.kl_coefficient")): "0.25"}
+    number = len(mine.amendments) + 1
+    choices: list[Event] = [
+        SettingsAmended(
+            number=number, changes=changes, reason="x", amendment=b"a" * 32, signed=b"s", at_ms=now
+        ),
+        InviteMade(invite=rng.randbytes(16), uses=2, expires_at=now + 50, note="x", at_ms=now),
+        NodeAllowed(node=node, note="x", at_ms=now),
+        AlarmRaised(kind="reward", value=0.1, limit=0.2, text="x", version=max(0, state.head), at_ms=now),
+        RunPaused(by="guard", reason="x", at_ms=now) if mine.paused is None else RunResumed(at_ms=now),
+    ]
+    choices += [NodeDisallowed(node=key, at_ms=now) for key in list(mine.allowed)[:1]]
+    choices += [AlarmCleared(kind=kind, at_ms=now) for kind in mine.alarms]
+    for invite in mine.invites.values():
+        choices.append(InviteRevoked(invite=invite.invite, at_ms=now))
+        if invite.left and invite.expires_at >= now:
+            choices.append(InviteUsed(invite=invite.invite, node=node, at_ms=now))
+    idle = state.batch is None and state.unpublished is None and state.blocks.round is None
+    if state.head > 0 and idle and mine.rollback is None:
+        choices.append(RollbackOrdered(to_version=rng.randrange(state.head), reason="x", at_ms=now))
+    return choices
+
+
 def published(state: State, now: int) -> VersionPublished:
     return VersionPublished(
         version=state.head + 1,
@@ -164,6 +203,8 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
         return due
     if rng.random() < 0.15 and (standing := standing_events(state, rng, now)):
         return rng.choice(standing)
+    if rng.random() < 0.1:
+        return rng.choice(operator_events(state, rng, now))
     choices: list[Event] = [NodeJoined(node=rng.randbytes(1) * 32, name=f"n{rng.randint(0, 3)}", at_ms=now)]
     if state.head < 0:
         choices.append(published(state, now))
@@ -186,7 +227,7 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
     if state.pool:
         chosen = tuple(rng.sample(list(state.pool), rng.randint(1, len(state.pool))))
         choices.append(SubmissionsSkipped(submissions=chosen, at_ms=now))
-        if state.batch is None:
+        if state.batch is None and state.operations.rollback is None:
             groups = 2 * len(chosen)
             formed = BatchFormed(
                 version=state.made + 1, submissions=chosen, groups=groups, usable=1, at_ms=now
@@ -194,6 +235,8 @@ def next_event(state: State, rng: random.Random, now: int) -> Event:
             choices += [formed] * 2
     if state.unpublished is not None:
         choices += [published(state, now)] * 2
+    elif state.operations.rollback is not None:
+        choices.append(trained(state, now))
     elif state.batch is not None:  # with the event of today, or as journals of before have it
         choices += [trained(state, now), published(state, now)]
     return rng.choice(choices)

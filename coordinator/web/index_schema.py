@@ -32,6 +32,8 @@ KIND: Final[dict[str, int]] = {
     "Restored": 24,
     "NodeBanned": 25,
     "BanLifted": 26,
+    "Amended": 27,
+    "RolledBack": 28,
 }
 OTHER: Final = 63  # kinds of a later release
 RARE: Final = 16

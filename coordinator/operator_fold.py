@@ -1,0 +1,129 @@
+"""The part of the state that the operator's own acts live in: a fold like the rest.
+
+Called by ``barnraise.coordinator.state.apply`` and nobody else. Every function here
+checks first and changes then, and asks no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+from barnraise.coordinator.events import EventError
+from barnraise.coordinator.operator_events import (
+    AlarmCleared,
+    AlarmRaised,
+    InviteMade,
+    InviteRevoked,
+    InviteUsed,
+    NodeAllowed,
+    NodeDisallowed,
+    OperatorEvent,
+    RollbackOrdered,
+    RunPaused,
+    RunResumed,
+    SettingsAmended,
+)
+from barnraise.coordinator.pool import leave_pool
+
+if TYPE_CHECKING:  # the state's fold imports this module
+    from barnraise.coordinator.state import State
+
+INVITES_KEPT = 4_096
+ALLOWED_KEPT = 65_536
+
+
+@dataclass(slots=True)
+class Invite:
+    """An invite that still counts: ``left`` new keys may come by it until ``expires_at`` (ms)."""
+
+    invite: bytes
+    left: int
+    uses: int
+    expires_at: int
+    note: str
+
+
+@dataclass(slots=True)
+class Operations:
+    """What the operator decided about the run, and what the guards hold against it."""
+
+    amendments: list[SettingsAmended] = field(default_factory=list)
+    invites: dict[bytes, Invite] = field(default_factory=dict)
+    allowed: dict[bytes, str] = field(default_factory=dict)  # key -> note
+    alarms: dict[str, AlarmRaised] = field(default_factory=dict)  # in force, by kind
+    paused: RunPaused | None = None
+    rollback: RollbackOrdered | None = None  # ordered, its version not trained yet
+    rollbacks: int = 0
+
+
+def apply_operator(state: State, event: OperatorEvent) -> None:
+    """Let ``event`` happen. Raises EventError, with the state unchanged, where it cannot."""
+    mine = state.operations
+    match event:
+        case SettingsAmended():
+            if event.number != len(mine.amendments) + 1:
+                raise EventError(f"amendment {event.number} after {len(mine.amendments)}")
+            mine.amendments.append(event)
+        case InviteMade():
+            if event.invite in mine.invites or event.uses < 1:
+                raise EventError("an invite is made once, for somebody")
+            if len(mine.invites) >= INVITES_KEPT:
+                raise EventError(f"there are {INVITES_KEPT} invites already: revoke some")
+            mine.invites[event.invite] = Invite(
+                event.invite, event.uses, event.uses, event.expires_at, event.note
+            )
+        case InviteRevoked():
+            if mine.invites.pop(event.invite, None) is None:
+                raise EventError("no such invite is in force")
+        case InviteUsed():
+            _use_invite(mine, event)
+        case NodeAllowed():
+            _allow(mine, event.node, event.note)
+        case NodeDisallowed():
+            if mine.allowed.pop(event.node, None) is None:
+                raise EventError("the key is not on the list")
+        case AlarmRaised():
+            mine.alarms[event.kind] = event
+        case AlarmCleared():
+            if mine.alarms.pop(event.kind, None) is None:
+                raise EventError("no such alarm is in force")
+        case RunPaused():
+            if mine.paused is not None:
+                raise EventError("the run is paused already")
+            mine.paused = event
+        case RunResumed():
+            if mine.paused is None:
+                raise EventError("the run is not paused")
+            mine.paused = None
+        case RollbackOrdered():
+            _roll_back(state, event)
+        case _:
+            assert_never(event)
+
+
+def _use_invite(mine: Operations, event: InviteUsed) -> None:
+    invite = mine.invites.get(event.invite)
+    if invite is None or invite.left < 1 or invite.expires_at < event.at_ms:
+        raise EventError("no such invite is in force")
+    _allow(mine, event.node, invite.note)
+    invite.left -= 1
+
+
+def _allow(mine: Operations, node: bytes, note: str) -> None:
+    if node not in mine.allowed and len(mine.allowed) >= ALLOWED_KEPT:
+        raise EventError(f"there are {ALLOWED_KEPT} keys on the list already: take some off")
+    mine.allowed[node] = note
+
+
+def _roll_back(state: State, event: RollbackOrdered) -> None:
+    if not 0 <= event.to_version < state.head:
+        raise EventError(f"back to version {event.to_version}, and the newest is {state.head}")
+    if state.batch is not None or state.unpublished is not None or state.blocks.round is not None:
+        raise EventError("a version is being trained or published: roll back after it")
+    if state.operations.rollback is not None:
+        raise EventError("a rollback was ordered already")
+    for submission_id in list(state.pool):
+        leave_pool(state, submission_id, "stale")
+    state.operations.rollback = event
+    state.operations.rollbacks += 1
