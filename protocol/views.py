@@ -6,6 +6,11 @@ shuffling. Newcomers walk through the overlay and end in random active views; a 
 link is replaced at once, a node without any link is never refused; one without any
 contact left goes back to its bootstrap contacts.
 
+Where the paper drops a neighbour to make room, the two that lose a link are also
+introduced to each other: the newcomer is spliced into a link, nobody else is short of
+one, and no eviction leads to the next. A node that leaves ties its neighbours together
+likewise. Who lacks a link or two asks few, since nearly everybody is full.
+
 A state machine without sockets, clock or randomness of its own: events in (methods),
 effects out. Times are seconds of the caller's monotonic clock. ``wake_at`` says when
 ``on_time`` is due. Ids of peers are those the transport proved.
@@ -33,24 +38,29 @@ from barnraise.protocol.tree_messages import (
 
 _LOOK_BACK = 6  # shuffles after which a node with room for neighbours asks its bootstrap contacts again
 _JOIN_AGAIN = 20  # of these times one asks as a newcomer does, whom even a full view grants
-_JOIN, _URGENT, _POLITE, _ANSWER = "join", "urgent", "polite", "answer"
+_JOIN, _URGENT, _POLITE, _ADOPT, _ANSWER = "join", "urgent", "polite", "adopt", "answer"
+_BRINGS = {_JOIN: 4, _URGENT: 2}  # links that a request leads to, since those who make room come along
 
 
 class ViewConfig(Struct, frozen=True):
     """Sizes, walks and periods (seconds). The paper's: 5, 30, 6, 3, 3, 4.
 
-    While no neighbour is lost and none is missing, the time between shuffles doubles, from
-    ``shuffle_period`` up to ``shuffle_longest``: in a swarm at rest they are most of what is sent.
+    While no neighbour is lost and no more than ``spare`` are missing, the time between shuffles
+    doubles, from ``shuffle_period`` up to ``shuffle_longest``, or a quarter of it while one is
+    missing: in a swarm at rest they are most of what is sent. ``join_walks``: walks on which
+    a full node sends a newcomer; each brings it two links.
     """
 
     active: int = 8
     passive: int = 48
+    spare: int = 2
+    join_walks: int = 3
     active_walk: int = 6
     passive_walk: int = 3
     shuffle_active: int = 3
     shuffle_passive: int = 4
     shuffle_period: float = 10.0
-    shuffle_longest: float = 60.0
+    shuffle_longest: float = 300.0
     reply_timeout: float = 10.0
     bootstrap_backoff: tuple[float, float] = (1.0, 60.0)
     messages_per_second: float = 20.0  # walks taken from one neighbour; the rest is dropped
@@ -88,6 +98,7 @@ class Views:
         self._rng = rng
         self.pending: dict[str, tuple[str, Contact, float]] = {}  # dialled or asked: purpose, whom, until
         self._refused: set[str] = set()  # asked since the last shuffle, and full
+        self._polite = 0  # requests since the last shuffle that nobody has to grant
         self._budgets: dict[str, _Budget] = {}
         self._connected: set[str] = set()
         self._replies_due = 0
@@ -149,9 +160,10 @@ class Views:
         self._budgets.pop(peer, None)
         self.pending.pop(peer, None)
         effects = self._unlink(peer)
-        self.passive.pop(peer, None)
-        if effects and self._shuffle_at is not None:
-            self._shuffle_at = min(self._shuffle_at, now + self.config.shuffle_period)
+        if effects:
+            self._lost = True
+            self.passive.pop(peer, None)
+            self._hurry(now)
         return effects + self._repair(now)
 
     def drop(self, peer: str, now: float) -> Effects:
@@ -184,8 +196,15 @@ class Views:
         return effects + self._ask(self._rng.choice(fresh), _POLITE, now)
 
     def leave(self) -> Effects:
-        """Say goodbye to all neighbours (the program ends)."""
-        return [effect for peer in sorted(self.active) for effect in self._part(peer)]
+        """Say goodbye to all neighbours (the program ends), and tie them together two by two."""
+        left = sorted(self.active)
+        self._rng.shuffle(left)
+        effects = [
+            effect
+            for one, other in zip(left[::2], left[1::2], strict=False)
+            for effect in self._introduce(self.active[one], self.active[other])
+        ]
+        return effects + [effect for peer in left for effect in self._part(peer)]
 
     def on_message(self, peer: str, message: Message, now: float) -> Effects:
         """Take one overlay message from ``peer``; others, and those of strangers, are ignored."""
@@ -210,6 +229,8 @@ class Views:
                     self._remember(contact)
                     self._refused.add(peer)
                     effects.append(Disconnect(peer))
+                    if len(self.active) < self._enough:
+                        self._hurry(now)
                 return effects + self._repair(now)
         if peer not in self.active:
             known = isinstance(message, ForwardJoin | Shuffle)
@@ -236,6 +257,7 @@ class Views:
         if self._shuffle_at is not None and self._shuffle_at <= now:
             self._shuffle_at = now + self._next_period()
             self._refused.clear()
+            self._polite = 0
             effects += self._shuffle()
             self._shuffles += 1
             if self._shuffles % _LOOK_BACK == 0 and len(self.active) < self.config.active:
@@ -251,19 +273,24 @@ class Views:
         peer = contact.peer_id
         effects: Effects = [Send(peer, NeighbourReply(accepted=True))]  # before anything on the new link
         effects.append(Send(peer, ShuffleReply(sample=self._sample(peer))))
-        effects += self._link(contact)
+        effects += self._link_anew(contact)
+        if not contact.addresses:  # it cannot be dialled, so it looks for its neighbours itself
+            return effects
+        others = [other for other in self.active if other != peer]
         walk = ForwardJoin(newcomer=contact, ttl=self.config.active_walk)
-        return effects + [Send(other, walk) for other in self.active if other != peer]
+        crowded = len(self.active) >= self.config.active  # else there is room everywhere
+        chosen = self._rng.sample(others, min(len(others), self.config.join_walks)) if crowded else others
+        return effects + [Send(other, walk) for other in chosen]
 
     def _on_forward_join(self, sender: str, newcomer: Contact, ttl: int, now: float) -> Effects:
         peer = newcomer.peer_id
         if peer == self.me.peer_id or peer in self.banned or not newcomer.addresses:
-            return []  # one that cannot be dialled looks for its neighbours itself
+            return []
         onward = [other for other in self.active if other not in (sender, peer)]
-        if ttl == 0 or not onward:
-            if peer in self.active or peer in self.pending:
-                return []
-            return self._ask(newcomer, _URGENT, now)
+        known = peer in self.active or peer in self.pending
+        room = len(self.active) < self.config.active and ttl <= self.config.passive_walk
+        if ttl == 0 or not onward or (room and not known):
+            return [] if known else self._ask(newcomer, _ADOPT, now)
         if ttl == self.config.passive_walk:
             self._remember(newcomer)
         return [Send(self._rng.choice(onward), ForwardJoin(newcomer=newcomer, ttl=ttl - 1))]
@@ -273,7 +300,7 @@ class Views:
         accepted = urgent or peer in self.active or len(self.active) < self.config.active
         effects: Effects = [Send(peer, NeighbourReply(accepted=accepted))]
         if accepted:
-            return effects + self._link(contact)
+            return effects + self._link_anew(contact)
         self._remember(contact)
         return effects
 
@@ -282,6 +309,9 @@ class Views:
         if contact is None or purpose == _ANSWER:  # not asked, or no longer waited for
             return [Send(peer, LeaveView())] if accepted and peer not in self.active else []
         self._backoff = self.config.bootstrap_backoff[0]
+        if accepted and purpose == _POLITE and len(self.active) >= self.config.active:
+            self._remember(contact)  # others were faster
+            return [Send(peer, LeaveView()), Disconnect(peer)]
         if accepted:
             return self._link(contact)
         self._refused.add(peer)
@@ -309,12 +339,24 @@ class Views:
 
     # --- keeping the views
 
+    @property
+    def _enough(self) -> int:
+        return max(1, self.config.active - self.config.spare)
+
     def _next_period(self) -> float:
-        quiet = not self._lost and len(self.active) >= self.config.active
-        longest = max(self.config.shuffle_longest, self.config.shuffle_period)
+        longest = self.config.shuffle_longest
+        if len(self.active) < self.config.active:
+            longest /= 4
+        longest = max(longest, self.config.shuffle_period)
+        quiet = not self._lost and len(self.active) >= self._enough
         self._period = min(2 * self._period, longest) if quiet else self.config.shuffle_period
         self._lost = False
         return self._period
+
+    def _hurry(self, now: float) -> None:
+        """Shuffle within a period: links are missing."""
+        if self._shuffle_at is not None:
+            self._shuffle_at = min(self._shuffle_at, now + self.config.shuffle_period)
 
     def _shuffle(self) -> Effects:
         if not self.active:
@@ -346,6 +388,10 @@ class Views:
             del self.passive[self._rng.choice(list(self.passive))]
         self.passive[peer] = contact
 
+    def _link_anew(self, contact: Contact) -> Effects:
+        """Link to a peer that asked; one that was linked knows nothing of it, so all begins again."""
+        return [*self._unlink(contact.peer_id), *self._link(contact)]
+
     def _link(self, contact: Contact) -> Effects:
         peer = contact.peer_id
         self.pending.pop(peer, None)
@@ -354,16 +400,22 @@ class Views:
             return []
         effects: Effects = []
         if len(self.active) >= self.config.active:
-            effects += self._part(self._rng.choice(sorted(self.active)))
+            dropped = self.active[self._rng.choice(sorted(self.active))]
+            effects += [*self._introduce(dropped, contact), *self._part(dropped.peer_id)]
         self.active[peer] = contact
         self._connected.add(peer)
         return [*effects, LinkUp(peer)]
 
+    def _introduce(self, one: Contact, other: Contact) -> Effects:
+        """Two neighbours, or nearly: whichever can ask the other is told to."""
+        if other.addresses:
+            return [Send(one.peer_id, ForwardJoin(newcomer=other, ttl=0))]
+        if one.addresses:
+            return [Send(other.peer_id, ForwardJoin(newcomer=one, ttl=0))]
+        return []
+
     def _unlink(self, peer: str) -> Effects:
-        if self.active.pop(peer, None) is None:
-            return []
-        self._lost = True
-        return [LinkDown(peer)]
+        return [] if self.active.pop(peer, None) is None else [LinkDown(peer)]
 
     def _part(self, peer: str) -> Effects:
         contact = self.active.get(peer)
@@ -379,19 +431,22 @@ class Views:
         return [Connect(contact)]
 
     def _repair(self, now: float) -> Effects:
-        """Replace missing neighbours from the passive view, one request under way per missing one."""
-        asked = sum(1 for purpose, _, _ in self.pending.values() if purpose != _ANSWER)
+        """Replace missing neighbours from the passive view, as many as are not asked for already."""
+        purposes = [purpose for purpose, _, _ in self.pending.values() if purpose != _ANSWER]
+        asked = sum(_BRINGS.get(purpose, 1) for purpose in purposes)
+        tone = _POLITE if _JOIN in purposes else self._tone()
         effects: Effects = []
-        while len(self.active) + asked < self.config.active:
+        while (missing := self.config.active - len(self.active)) > asked:
             fresh = [
                 contact
                 for peer, contact in self.passive.items()
                 if peer not in self.pending and peer not in self._refused
             ]
-            if not fresh:
+            if not fresh or (tone == _POLITE and self._polite >= 2 * missing):
                 break
-            effects += self._ask(self._rng.choice(fresh), self._tone(), now)
-            asked += 1
+            self._polite += tone == _POLITE
+            effects += self._ask(self._rng.choice(fresh), tone, now)
+            asked += _BRINGS.get(tone, 1)
         if not self.active and not asked and self._retry_at is None and self._shuffle_at is not None:
             self._refused.clear()
             self._retry_at = now + self._backoff * (0.5 + self._rng.random())

@@ -141,6 +141,77 @@ def test_a_banned_peer_is_never_linked_again() -> None:
     assert "bad" not in node.passive
 
 
+def full(active: int) -> Views:
+    node = views(active=active)
+    node.start(0.0)
+    for index in range(active):
+        node.on_message(f"n{index}", Neighbour(addresses=(f"a/n{index}",), urgent=True), 0.0)
+    node.connect_failed("boot", 0.0)
+    return node
+
+
+def test_whoever_makes_room_for_a_newcomer_is_introduced_to_it() -> None:
+    node = full(4)
+    effects = node.on_message("new", OverlayJoin(addresses=("a/new",)), 1.0)
+    (parted,) = [effect.peer for effect in effects if isinstance(effect, Disconnect)]
+    introduced = Send(parted, ForwardJoin(newcomer=contact("new"), ttl=0))
+    assert effects.index(introduced) < effects.index(Send(parted, LeaveView()))
+    other = full(4)
+    assert other.on_message("n0", ForwardJoin(newcomer=contact("new"), ttl=0), 1.0) == [
+        Connect(contact("new"))
+    ]
+    left = other.on_message("n0", LeaveView(), 1.1)
+    assert not any(isinstance(effect, Connect) for effect in left)  # it asks nobody else
+    assert other.connected("new", 1.2) == [Send("new", Neighbour(addresses=("a/me",), urgent=False))]
+
+
+def test_a_newcomer_that_cannot_be_dialled_is_told_whom_to_dial() -> None:
+    effects = full(4).on_message("nat", OverlayJoin(addresses=()), 1.0)
+    (parted,) = [effect.peer for effect in effects if isinstance(effect, Disconnect)]
+    assert Send("nat", ForwardJoin(newcomer=contact(parted), ttl=0)) in effects
+
+
+def test_a_node_that_leaves_ties_its_neighbours_together() -> None:
+    effects = full(4).leave()
+    told = {effect.peer: effect.message for effect in effects[:2] if isinstance(effect, Send)}
+    tied = {name for peer, walk in told.items() for name in (peer, walk.newcomer.peer_id)}  # type: ignore[attr-defined]
+    assert tied == {"n0", "n1", "n2", "n3"}
+
+
+def test_a_node_that_lacks_one_link_asks_few_of_the_many_it_knows() -> None:
+    node = full(8)
+    for index in range(40):
+        node._remember(contact(f"other{index}"))
+    asked, effects = 0, node.disconnected("n0", 1.0)
+    while dialled := [effect.contact.peer_id for effect in effects if isinstance(effect, Connect)]:
+        asked += len(dialled)
+        effects = []
+        for peer in dialled:
+            node.connected(peer, 1.0)
+            effects += node.on_message(peer, NeighbourReply(accepted=False), 1.0)
+    assert asked == 2
+
+
+def test_joins_into_a_full_overlay_cost_few_links_beyond_their_own() -> None:
+    mesh = Mesh(seed=6, config=ViewConfig(active=6, passive=24))
+    mesh.add("n0", [])
+    for index in range(1, 60):
+        mesh.add(f"n{index}", ["n0"])
+        mesh.run(0.3)
+    mesh.run(60)
+    before = {(name, peer) for name, node in mesh.nodes.items() for peer in node.views.active}
+    for index in range(60, 70):
+        mesh.add(f"n{index}", ["n0"])
+        mesh.run(0.5)
+    mesh.run(2)
+    old = {f"n{index}" for index in range(60)}
+    fresh = {
+        (name, peer) for name, node in mesh.nodes.items() for peer in node.views.active if {name, peer} <= old
+    }
+    assert len(fresh - before) <= 10
+    assert min(len(node.views.active) for node in mesh.nodes.values()) >= 4
+
+
 def test_forty_nodes_that_join_one_after_the_other_are_one_well_linked_overlay() -> None:
     mesh = Mesh(seed=3, config=ViewConfig(active=5, passive=20))
     mesh.add("n0", [])
