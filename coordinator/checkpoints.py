@@ -28,7 +28,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 OUTER_FILE = "outer.safetensors"
 """Momentum of the outer step, in versions of the block stage."""
 RECORD_FILE = "state.json"
-_TEMPORARY = ".saving-"
+TEMPORARY = ".saving-"
+"""A version's folder is called that and its name until it is whole."""
 _MAX_RECORD = 1024 * 1024
 
 
@@ -47,24 +48,24 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fresh_optimizer: bool = False
 
 
-def save_checkpoint(run_folder: Path, record: Record, write: Callable[[Path], None]) -> None:
+def save_checkpoint(run_folder: Path, record: Record, write: Callable[[Path], Record | None]) -> None:
     """Make the folder of ``record.version``; config and tokenizer come from version 0 by hard link.
 
     Args:
-        write: puts the version's synced tensor files into the folder that it is given.
+        write: puts the version's synced tensor files into the folder that it is given; what it
+            returns takes the place of ``record``.
 
     Raises:
         StorageError: the disk refused; nothing is left of the attempt.
     """
     final = checkpoint_folder(run_folder, record.version)
-    temporary = final.with_name(_TEMPORARY + final.name)
+    temporary = final.with_name(TEMPORARY + final.name)
     try:
         _remove(temporary)
         temporary.mkdir()
         for source in _assets(checkpoint_folder(run_folder, 0)):
             link_or_copy(source, temporary / source.name)
-        write(temporary)
-        write_record(temporary, record)
+        write_record(temporary, write(temporary) or record)
         if final.exists():  # no state.json inside, or we would not train it: not ours, not whole
             _remove(final)
         os.rename(temporary, final)
@@ -128,7 +129,7 @@ def complete_versions(run_folder: Path) -> list[int]:
 def discard_leftovers(run_folder: Path) -> None:
     """Remove what a killed process left half-written or half-deleted."""
     with contextlib.suppress(OSError):
-        for path in (run_folder / "checkpoints").glob(_TEMPORARY + "*"):
+        for path in (run_folder / "checkpoints").glob(TEMPORARY + "*"):
             _remove(path)
 
 

@@ -18,18 +18,36 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.batches import Row, read_batch
 from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.learner_shards import (
+    SHARDS_FOLDER,
+    Processes,
+    clip_gradients,
+    gathered,
+    read_shards,
+    read_whole,
+    shard,
+    start_writing,
+)
+from barnraise.coordinator.learner_step import (
+    Scores,
+    Share,
+    gradients,
+    make_optimizer,
+    recompute_layers,
+    tokens_at_once,
+    trainable_parameters,
+)
 from barnraise.coordinator.scoring import Scorer
 from barnraise.coordinator.workers import (
     Trained,
@@ -40,13 +58,11 @@ from barnraise.coordinator.workers import (
     first_policy,
 )
 from barnraise.kernels.generate import greedy
-from barnraise.kernels.grpo import LossStats, policy_loss, token_weights
-from barnraise.kernels.logprobs import token_logprobs
+from barnraise.kernels.grpo import LossStats
 from barnraise.kernels.models import Policy, load_policy, save_tensors, save_weights, swap_weights
-from barnraise.kernels.prefill import prefill
 from barnraise.kernels.tokens import Codec
 from barnraise.protocol.environments import build_environment
-from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.seeds import held_out_seed
 
 log = logging.getLogger(__name__)
@@ -54,14 +70,23 @@ log = logging.getLogger(__name__)
 NOT_EVALUATED = -1.0
 MICRO_BATCH_BYTES = 2 * 1024**3
 """Activations kept for one backward pass, by estimate; the default of ``Trainer``."""
-_ACTIVATIONS_PER_UNIT = 40  # floats kept per token, layer and unit of width; an estimate, meant to be high
 
 
 class Trainer:
     """Holds policy and optimiser between jobs. Synchronous; ``barnraise.coordinator.workshop`` wraps it."""
 
-    def __init__(self, setup: WorkerSetup, micro_batch_bytes: int = MICRO_BATCH_BYTES) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        micro_batch_bytes: int = MICRO_BATCH_BYTES,
+        recompute: bool = False,
+        processes: Processes | None = None,
+    ) -> None:
         """Read tokenizer and environment; weights are loaded when first needed.
+
+        Args:
+            recompute: keep no activations inside of decoder layers, but compute them twice.
+            processes: over which the model is sharded; all of them make the same calls.
 
         Raises:
             ModelError, TaskError: the run's model folder or environment cannot be used here.
@@ -70,15 +95,19 @@ class Trainer:
         self.run_id = setup.run_id
         self.folder = Path(setup.folder)
         self._bytes = micro_batch_bytes
+        self._recompute = recompute
+        self._processes = processes
+        self._first = processes is None or processes.rank == 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._environment = build_environment(self.spec.environment)
         self._codec = Codec(checkpoint_folder(self.folder, 0), self.spec.environment)
-        self._policy: Policy | None = None
+        self._scores: Scores | None = None
         self._optimizer: torch.optim.AdamW | None = None
-        self._reference: Policy | None = None
+        self._reference: Scores | None = None
         self._step = 0
         self._version: int | None = None  # what policy and optimiser are in memory, if sound
-        checkpoints.discard_leftovers(self.folder)
+        if self._first:
+            checkpoints.discard_leftovers(self.folder)
 
     def initial(self) -> Trained:
         """Evaluate version 0 and record it; once recorded, report the same again.
@@ -93,9 +122,8 @@ class Trainer:
             )
         known = checkpoints.read_record(self.folder, 0)
         if known is None:
-            self._load(0)
             trained = Trained(
-                version=0, weights=checkpoints.WEIGHTS_FILE, stats=None, accuracy=self._evaluate()
+                version=0, weights=checkpoints.WEIGHTS_FILE, stats=None, accuracy=self.accuracy(0)
             )
             checkpoints.write_record(folder, Record(version=0, step=0, trained=trained))
             known = checkpoints.read_record(self.folder, 0)
@@ -117,25 +145,41 @@ class Trainer:
             self._load(job.version - 1)
         self._version = None  # until the checkpoint is durable, memory is ahead of it
         stats = self._improve(job)
-        accuracy = self._evaluate() if self._evaluation_due(job.version) else NOT_EVALUATED
-        stats = msgspec.structs.replace(stats, seconds=time.monotonic() - started)
-        trained = Trained(
-            version=job.version, weights=checkpoints.WEIGHTS_FILE, stats=stats, accuracy=accuracy
-        )
-        record = Record(version=job.version, step=self._step, trained=trained)
-        checkpoints.save_checkpoint(self.folder, record, self._write_tensors)
+
+        def record(accuracy: float) -> Record:
+            seconds = time.monotonic() - started
+            trained = Trained(
+                version=job.version,
+                weights=checkpoints.WEIGHTS_FILE,
+                stats=msgspec.structs.replace(stats, seconds=seconds),
+                accuracy=accuracy,
+            )
+            return Record(version=job.version, step=self._step, trained=trained)
+
+        if self._processes is None:
+            accuracy = (
+                self._evaluate(self._sound.policy) if self._evaluation_due(job.version) else NOT_EVALUATED
+            )
+            made = record(accuracy)
+            checkpoints.save_checkpoint(self.folder, made, self._write_tensors)
+        else:
+            made = self._save_together(job.version, record, self._processes)
         self._version = job.version
         weights = str(checkpoint_folder(self.folder, job.version) / checkpoints.WEIGHTS_FILE)
-        return msgspec.structs.replace(trained, weights=weights)
+        return msgspec.structs.replace(made.trained, weights=weights)
 
     def accuracy(self, version: int) -> float:
         """Held-out accuracy of the greedy policy of a version that this class did not make.
 
+        Of several processes the first alone is asked, and reads the model whole.
+
         Raises:
             RunFolderError: its checkpoint is missing or damaged.
         """
-        self._load(version)
-        return self._evaluate()
+        if self._processes is None:
+            self._load(version)
+            return self._evaluate(self._sound.policy)
+        return self._evaluate(self._whole(checkpoint_folder(self.folder, version)))
 
     # --- one version
 
@@ -181,86 +225,50 @@ class Trainer:
 
     def _optimise(self, rows: Sequence[Row]) -> tuple[float, float, LossStats]:
         """One optimiser step over a minibatch: (loss, gradient norm before clipping, sums)."""
-        assert self._policy is not None
         assert self._optimizer is not None
-        spec = self.spec.grpo
-        micro = _micro_batches(rows, self._tokens_at_once(self._policy))
-        ordered = [row for part in micro for row in part]
-        lengths = [len(row.tokens) for row in ordered]
-        weights = token_weights(torch.tensor(lengths), spec.loss_aggregation)
+        spec, scores = self.spec.grpo, self._sound
         self._optimizer.zero_grad(set_to_none=True)
-        total, stats, place = 0.0, LossStats(), 0
-        for part in micro:
-            count = sum(len(row.tokens) for row in part)
-            loss, sums = self._loss(self._policy, part, weights[place : place + count])
-            place += count
-            total += float(loss.detach())
-            if not math.isfinite(total):
-                return total, math.nan, stats
-            loss.backward()  # type: ignore[no-untyped-call]
-            stats += sums
-        norm = float(torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), spec.grad_clip))
+        tokens = tokens_at_once(scores.policy, self._bytes, self._recompute)
+        reference = self._reference_logprobs if spec.kl_coefficient else None
+        share = Share() if self._processes is None else self._processes.share
+        loss, stats = gradients(scores, rows, tokens, share, reference)
+        if not math.isfinite(loss):
+            return loss, math.nan, stats
+        norm = clip_gradients(scores.policy, spec.grad_clip)
         if math.isfinite(norm):
             rate = spec.learning_rate * min(1.0, (self._step + 1) / max(spec.warmup_steps, 1))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
             self._step += 1
-        return total, norm, stats
+        return loss, norm, stats
 
-    def _loss(self, policy: Policy, rows: Sequence[Row], weights: Tensor) -> tuple[Tensor, LossStats]:
-        device = policy.device
-        targets = torch.tensor([token for row in rows for token in row.tokens], device=device)
-        old = torch.tensor(
-            [value for row in rows for value in row.logprobs], dtype=torch.float32, device=device
-        )
-        advantages = torch.tensor(
-            [row.advantage for row in rows for _ in row.tokens], dtype=torch.float32, device=device
-        )
-        new, entropy = self._logprobs(policy, rows, targets)
-        reference = None
-        if self.spec.grpo.kl_coefficient:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference_policy(), rows, targets)
-        return policy_loss(new, old, advantages, entropy, weights.to(device), self.spec.grpo, reference)
-
-    def _logprobs(self, policy: Policy, rows: Sequence[Row], targets: Tensor) -> tuple[Tensor, Tensor]:
-        sampling = self.spec.sampling
-        reduced = self.spec.model.compute_dtype == "bfloat16"
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=reduced):
-            prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-            hidden = prefill(policy, prompts, tokens, max_tokens=2**40, grad=True)
-            return token_logprobs(
-                hidden,
-                policy.head_weight,
-                targets,
-                sampling.temperature,
-                policy.head_bias,
-                policy.softcap,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            )
-
-    def _tokens_at_once(self, policy: Policy) -> int:
-        config = policy.config.get_text_config(decoder=True)
-        layers = int(getattr(config, "num_hidden_layers", 1))
-        return max(1, self._bytes // (4 * _ACTIVATIONS_PER_UNIT * layers * policy.hidden_size))
+    @torch.no_grad()
+    def _reference_logprobs(self, rows: Sequence[Row]) -> Tensor:
+        if self._reference is None:
+            first = first_policy(self.spec)
+            policy = load_policy(checkpoint_folder(self.folder, first), "float32", self._device)
+            policy.model.requires_grad_(False)
+            self._reference = Scores(policy, self.spec)
+            if self._processes is not None:
+                shard(self._reference, self._processes, train=False)
+        logprobs: Tensor = self._reference(rows)[0]
+        return logprobs
 
     # --- evaluation
 
     def _evaluation_due(self, version: int) -> bool:
         return version % self.spec.evaluation.every == 0 or version >= self.spec.rollout.versions
 
-    def _evaluate(self) -> float:
+    def _evaluate(self, policy: Policy) -> float:
         """Share of held-out tasks that the greedy policy solves (full reward)."""
-        assert self._policy is not None
         tasks = [
             self._environment.task(held_out_seed(self.run_id, index), held_out=True)
             for index in range(self.spec.evaluation.tasks)
         ]
         prompts = [self._codec.encode_prompt(task.prompt) for task in tasks]
         limit = self.spec.sampling.max_new_tokens
-        answers = greedy(self._policy, prompts, limit, self.spec.model.eos_token, max_batch=64)
+        answers = greedy(policy, prompts, limit, self.spec.model.eos_token, max_batch=64)
         scorer = Scorer(self.spec.environment)  # a policy's answers are as untrusted as a stranger's
         try:
             texts = [self._codec.decode(answer) for answer in answers]
@@ -280,61 +288,94 @@ class Trainer:
                 f"checkpoint {folder} is missing or incomplete; versions here: "
                 f"{checkpoints.complete_versions(self.folder)}"
             )
-        self._version = self._policy = self._optimizer = None  # free the old ones before reading
-        policy = load_policy(folder, "float32", self._device)
+        self._version = self._scores = self._optimizer = None  # free the old ones before reading
+        policy = load_policy(folder, "float32", "cpu" if self._processes else self._device)
         if (folder / checkpoints.MASTER_FILE).is_file():
             swap_weights(policy, folder / checkpoints.MASTER_FILE)
         policy.model.requires_grad_(True)
-        optimizer = _optimizer(policy, self.spec.grpo)
-        if (folder / checkpoints.OPTIMIZER_FILE).is_file():
+        scores = Scores(policy, self.spec)
+        if self._recompute:
+            recompute_layers(policy)
+        if self._processes is not None:
+            shard(scores, self._processes, train=True)
+        optimizer = make_optimizer(policy, self.spec.grpo)
+        if (folder / SHARDS_FOLDER).is_dir():
+            read_shards(policy, optimizer, folder / SHARDS_FOLDER)
+        elif (folder / checkpoints.OPTIMIZER_FILE).is_file():
             _restore_optimizer(policy, optimizer, folder / checkpoints.OPTIMIZER_FILE)
         elif record is not None and version > 0 and not record.fresh_optimizer:
             raise RunFolderError(
                 f"{folder} has no {checkpoints.OPTIMIZER_FILE}: remove the folder to train it again"
             )
-        self._policy, self._optimizer = policy, optimizer
+        self._scores, self._optimizer = scores, optimizer
         self._step = record.step if record is not None else 0
         self._version = version
 
-    def _reference_policy(self) -> Policy:
-        if self._reference is None:
-            first = first_policy(self.spec)
-            self._reference = load_policy(checkpoint_folder(self.folder, first), "float32", self._device)
-            self._reference.model.requires_grad_(False)
-        return self._reference
+    @property
+    def _sound(self) -> Scores:
+        assert self._scores is not None
+        return self._scores
+
+    def _whole(self, folder: Path) -> Policy:
+        """A policy of its own, in what nodes compute in, from a version's published weights."""
+        return load_policy(folder, self.spec.model.compute_dtype, self._device)
 
     def _write_tensors(self, folder: Path) -> None:
-        assert self._policy is not None
         assert self._optimizer is not None
-        dtype = self.spec.model.weights_dtype
-        save_weights(self._policy.model, folder / checkpoints.WEIGHTS_FILE, dtype)
+        policy, dtype = self._sound.policy, self.spec.model.weights_dtype
+        save_weights(policy.model, folder / checkpoints.WEIGHTS_FILE, dtype)
         if dtype != "float32":
-            save_weights(self._policy.model, folder / checkpoints.MASTER_FILE, "float32")
-        save_tensors(_optimizer_tensors(self._policy, self._optimizer), folder / checkpoints.OPTIMIZER_FILE)
+            save_weights(policy.model, folder / checkpoints.MASTER_FILE, "float32")
+        save_tensors(_optimizer_tensors(policy, self._optimizer), folder / checkpoints.OPTIMIZER_FILE)
 
+    def _save_together(self, version: int, record: Callable[[float], Record], processes: Processes) -> Record:
+        """The checkpoint of a sharded model; the shards are written while the rest is made.
 
-def _micro_batches(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Rows of similar length together, at most ``tokens`` padded tokens each (a longer row alone)."""
-    parts: list[list[Row]] = []
-    width = 0
-    for row in sorted(rows, key=lambda row: -(len(row.prompt) + len(row.tokens))):
-        if not parts or (len(parts[-1]) + 1) * width > tokens:
-            parts.append([])
-            width = len(row.prompt) + len(row.tokens)
-        parts[-1].append(row)
-    return parts
+        Raises:
+            StorageError: some process could not write; the previous version is intact.
+        """
+        final = checkpoint_folder(self.folder, version)
+        began = False
+        made = record(NOT_EVALUATED)
 
+        def write(folder: Path) -> Record:
+            nonlocal began, made
+            began = True
+            processes.agree()  # the folder is there
+            assert self._optimizer is not None
+            policy, problem = self._sound.policy, ""
+            shards = start_writing(policy, self._optimizer, folder / SHARDS_FOLDER, processes)
+            weights = gathered(policy, self.spec.model.weights_dtype, keep=self._first)
+            accuracy = NOT_EVALUATED
+            try:
+                if self._first:
+                    save_tensors(weights, folder / checkpoints.WEIGHTS_FILE)
+                    if self._evaluation_due(version):
+                        accuracy = self._evaluate(self._whole(folder))
+                shards.result()
+            except (StorageError, OSError) as error:
+                problem = str(error) or type(error).__name__
+            except Exception as error:
+                if (
+                    not isinstance(error.__cause__ or error, OSError)
+                    and "heckpoint" not in type(error).__name__
+                ):
+                    raise
+                problem = f"cannot write {folder / SHARDS_FOLDER}: {error}"
+            processes.agree(problem)
+            made = record(accuracy)
+            return made
 
-def _optimizer(policy: Policy, spec: Any) -> torch.optim.AdamW:
-    """AdamW; norms and biases (fewer than two dimensions) are not decayed."""
-    parameters = list(policy.model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=spec.learning_rate, betas=(spec.beta1, spec.beta2)
-    )
+        if not self._first:
+            write(final.with_name(checkpoints.TEMPORARY + final.name))
+            return made
+        try:
+            checkpoints.save_checkpoint(self.folder, made, write)
+        except StorageError as error:
+            if not began:
+                processes.agree(str(error))
+            raise
+        return made
 
 
 def _optimizer_tensors(policy: Policy, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -346,20 +387,25 @@ def _optimizer_tensors(policy: Policy, optimizer: torch.optim.AdamW) -> dict[str
 
 
 def _restore_optimizer(policy: Policy, optimizer: torch.optim.AdamW, path: Path) -> None:
+    """The optimiser's state from a file that one process wrote; each process takes its part."""
+    parameters = trainable_parameters(policy)
     try:
-        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            keys = list(file.keys())
     except Exception as error:  # SafetensorError, OSError
         raise RunFolderError(
             f"{path} is damaged ({error}): remove its folder to have it trained again"
         ) from error
-    parameters = dict(policy.model.named_parameters())
-    for key, value in tensors.items():
+    targets: list[tuple[str, Tensor]] = []
+    for key in keys:
         kind, _, name = key.partition("/")
         parameter = parameters.get(name)
-        if parameter is None or (kind != "step" and value.shape != parameter.shape):
+        if parameter is None:
             raise RunFolderError(f"{path} does not fit the model ({key}): it is another run's")
-        device = value.device if kind == "step" else parameter.device
-        optimizer.state[parameter][kind] = value.to(device)
+        value = torch.zeros(()) if kind == "step" else torch.zeros_like(parameter.detach())
+        optimizer.state[parameter][kind] = value
+        targets.append((key, value))
+    read_whole(targets, path)
 
 
 def _mean(values: Sequence[float]) -> float:
