@@ -78,17 +78,19 @@ def _from_hub(model: str, progress: Progress) -> Path:
 def prepare_model(source: Path, target: Path, weights_dtype: Dtype, environment: EnvironmentSpec) -> None:
     """Copy a model into ``target`` as a run publishes it: one safetensors file in ``weights_dtype``.
 
-    The model is loaded and its tokenizer encodes a task of ``environment``, so that
-    what cannot work is refused before anything is signed.
+    The model is loaded, draws a few tokens, and its tokenizer encodes a task of
+    ``environment``, so that what cannot work is refused before anything is signed.
 
     Raises:
         BarnraiseError: the folder holds no model that can be loaded, or the tokenizer or
             the environment cannot be used.
     """
+    from barnraise.kernels.agreement import check_agreement
     from barnraise.kernels.models import load_policy, save_weights
     from barnraise.kernels.tokens import Codec
 
     policy = load_policy(source, "float32")
+    check_agreement(policy)
     prompt = build_environment(environment).task(0, held_out=True).prompt
     Codec(source, environment).encode_prompt(prompt)
     target.mkdir(parents=True, exist_ok=True)

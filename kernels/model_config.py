@@ -24,6 +24,16 @@ MAX_LAYERS = 4096
 MAX_NUMBER = 2**40
 MAX_LISTED = 2**24
 MAX_DERIVED_BYTES = 2 * 1024**3  # tables that a model computes for itself, beside its weights
+SUPPORTED = (
+    "Supported are dense decoder-only text models that transformers knows, such as Llama, Mistral, Qwen2, "
+    "Qwen3, Gemma 2, Gemma 3 (text) and SmolLM, as safetensors"
+)
+_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_token_id", "audio_token_id")
+_EXPERTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"),
+    *("moe_k", "num_experts_per_tok", "top_k_experts"),
+)
+_UNSTEADY_ROPE = frozenset({"dynamic", "longrope"})
 PLAN_SECONDS = 120.0
 PLAN_BYTES = 2 * 1024**3
 
@@ -36,7 +46,7 @@ def read_config(folder: Path) -> Any:
     """The transformers config of ``folder``'s ``config.json``, with nothing in it that names code.
 
     Raises:
-        ModelError: missing, not JSON, unknown ``model_type``, remote code, quantised, or an encoder-decoder.
+        ModelError: missing, not JSON, unknown ``model_type``, remote code, quantised, or ``unsupported``.
     """
     from transformers import CONFIG_MAPPING
 
@@ -62,9 +72,50 @@ def read_config(folder: Path) -> Any:
         raise ModelError(
             f"{folder / 'config.json'} does not describe a {model_type} model: {error}"
         ) from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{folder} holds an encoder-decoder ({model_type}); a decoder-only model is needed")
+    reason = unsupported(config)
+    if reason:
+        raise ModelError(f"{folder} holds a {model_type} model, {reason}. {SUPPORTED}")
     return config
+
+
+def unsupported(config: Any) -> str:
+    """Why a model of ``config`` cannot be trained here; empty if it can, as far as the config says.
+
+    What only the built model shows (an output head that scales its logits) is refused by
+    ``barnraise.kernels.models.load_policy``.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    other = [name for name in _OTHER_INPUTS if getattr(config, name, None) is not None]
+    if other:
+        return f"which takes more than text ({other[0]}); use the text model of that family"
+    text = config.get_text_config(decoder=True)
+    parts = (text, getattr(text, "ffn_config", None))  # DBRX keeps them apart
+    experts = [name for name in _EXPERTS for part in parts if _above_one(getattr(part, name, None))]
+    if experts:
+        return (
+            f"a mixture of experts ({experts[0]}): rounding decides which experts see a token, "
+            "so honest proofs would differ like false ones"
+        )
+    kinds = sorted(_rope_kinds(getattr(text, "rope_parameters", None)) & _UNSTEADY_ROPE)
+    if kinds:
+        return (
+            f"whose rotary embedding is '{kinds[0]}': its angles depend on the longest sequence of a batch, "
+            "so a token's state would not be the same in generation and verification"
+        )
+    return ""
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _rope_kinds(value: Any) -> set[str]:
+    """Every ``rope_type`` in a config's rotary settings, which may be one per kind of layer."""
+    if not isinstance(value, dict):
+        return set()
+    kinds = {str(value["rope_type"])} if value.get("rope_type") else set()
+    return kinds.union(*(_rope_kinds(item) for item in value.values()))
 
 
 def read_json(path: Path) -> dict[str, Any]:
