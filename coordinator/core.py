@@ -25,6 +25,7 @@ from barnraise.coordinator.events import Event, RunOpened
 from barnraise.coordinator.journal import Journal, Payload, StoredReceipt, Write
 from barnraise.coordinator.snapshot import Fold, Snapshots
 from barnraise.coordinator.state import EventError
+from barnraise.protocol.amendments import amended
 from barnraise.protocol.envelope import open_signed, sign
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.identity import Identity
@@ -118,6 +119,7 @@ class Core:
         self.listeners: list[Listener] = []
         self.trouble = ""  # why the last commit failed, until one succeeds
         self._identity = identity
+        self._settings: tuple[bytes, RunSpec] = (b"", spec)  # the newest amendment, and what came of it
         self._snapshots = snapshots
         self._published = published
         self._queue: deque[_Queued] = deque()
@@ -222,6 +224,18 @@ class Core:
         """
         domain = b"barnraise/1/segment\0" + self.run_id + submission_id
         return hmac.digest(self._identity.private_bytes(), domain, "sha256")
+
+    @property
+    def settings(self) -> RunSpec:
+        """The run spec with every amendment so far: what is in force, not what the run id is the hash of."""
+        amendments = self.state.operations.amendments
+        newest = amendments[-1].amendment if amendments else b""
+        if newest != self._settings[0]:
+            spec = self.spec
+            for event in amendments:
+                spec = amended(spec, event.changes)
+            self._settings = newest, spec
+        return self._settings[1]
 
     async def record(
         self,

@@ -59,7 +59,7 @@ class LearnBelt:
     async def run(self) -> None:
         """Raise the policy until the last version is trained."""
         pause = FIRST_RETRY_S
-        while self.core.state.made < self.core.spec.rollout.versions:
+        while self.core.state.made < self.core.settings.rollout.versions:
             try:
                 await self._one_version()
                 self.progress.learner_trouble = ""
@@ -115,7 +115,7 @@ class LearnBelt:
                 await self._published()
             self.progress.begin("collecting" if core.state.head >= 0 else "publishing")
             changed = core.changed
-            formed = scheduler.form_batch(core.state, core.spec.rollout, core.now_ms())
+            formed = scheduler.form_batch(core.state, core.settings.rollout, core.now_ms())
             if formed is None:
                 await changed.wait()
                 continue

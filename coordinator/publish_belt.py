@@ -68,7 +68,7 @@ class PublishBelt:
     async def run(self) -> None:
         """Publish until the run is complete. Call ``serve_head`` first."""
         pause = FIRST_RETRY_S
-        while not scheduler.is_complete(self.core.state, self.core.spec.rollout):
+        while not scheduler.is_complete(self.core.state, self.core.settings.rollout):
             changed, due = self.core.changed, self.core.state.unpublished
             if due is None:
                 await changed.wait()

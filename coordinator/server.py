@@ -19,6 +19,15 @@ from typing import Any
 import trio
 
 from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator.admission import (
+    admit_known,
+    admitted,
+    allow,
+    disallow,
+    make_invite,
+    revoke_invite,
+)
+from barnraise.coordinator.amending import amend, tell_amendments
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
 from barnraise.coordinator.bans import ban, unban
@@ -160,6 +169,7 @@ async def run_coordinator(
         )
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
+        core.listeners.append(partial(tell_amendments, hub))
         learner.on_progress = progress.note
         get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path, public_log)
         web = None
@@ -180,6 +190,13 @@ async def run_coordinator(
                         "export-ledger": partial(_export, run, core),
                         "ban": partial(ban, core),
                         "unban": partial(unban, core),
+                        "amend": partial(amend, core),
+                        "invite": partial(make_invite, core),
+                        "revoke-invite": partial(revoke_invite, core),
+                        "allow": partial(allow, core),
+                        "allow-known": partial(admit_known, core),
+                        "disallow": partial(disallow, core),
+                        "admitted": partial(admitted, core),
                     }
                     await nursery.start(serve_control, run.control_path, get_state, commands, changed)
                     nursery.start_soon(_show, core, changed)
@@ -251,7 +268,7 @@ async def _tick(core: Core, sessions: Sessions, deadlines: Deadlines, spares: bo
         await trio.sleep(TICK_S)
         sessions.end_silent()
         try:
-            now, complete = core.now_ms(), scheduler.is_complete(core.state, core.spec.rollout)
+            now, complete = core.now_ms(), scheduler.is_complete(core.state, core.settings.rollout)
             sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)
             due = deadlines.due(now, sessions.turned_away.waits)
             if spares or core.state.epochs:

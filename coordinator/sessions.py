@@ -15,6 +15,8 @@ from pathlib import Path
 import trio
 
 from barnraise.coordinator import scheduler
+from barnraise.coordinator.admission import check_joins, is_admitted, take_invite, why_not
+from barnraise.coordinator.amending import amendments_in_force
 from barnraise.coordinator.appeals import check_appeal, check_submission, open_receipt
 from barnraise.coordinator.audit import is_banned, offence_events
 from barnraise.coordinator.block_desk import BlockDesk
@@ -45,6 +47,7 @@ from barnraise.protocol.messages import (
     AppealRequest,
     HeartbeatReply,
     HeartbeatRequest,
+    InviteRequest,
     JoinReply,
     JoinRequest,
     LeaseRequest,
@@ -70,6 +73,7 @@ log = logging.getLogger(__name__)
 
 JOIN_WITHIN_MS = 15_000
 RENAME_AFTER_MS = 600_000
+NOT_ADMITTED_MS = 300_000  # until a key that may not have work asks again
 RECEIPTS_GIVEN = 256
 THREAD_BYTES = 128 * 1024  # hashing and verifying more than this would be felt by everybody else
 NOTICE_GRACE_S = 1.0
@@ -150,6 +154,8 @@ class Sessions:
         if isinstance(message, JoinRequest):
             return await self._join(live, message)
         if not live.key:
+            if isinstance(message, InviteRequest):
+                return await self._invited(live, message)
             if isinstance(message, HeartbeatRequest):  # of somebody who wants to know the time before joining
                 head = self._hub.head_version
                 return HeartbeatReply(id=message.id, now=self._core.now_ms(), head_version=head, peers=())
@@ -175,13 +181,14 @@ class Sessions:
                 return await self._appeal(live, message)
         raise RefusedError("unknown-request", f"{type(message).__name__} is not served here")
 
+    async def _invited(self, live: Live, message: InviteRequest) -> Message:
+        _check_key(live, message.public_key)
+        await take_invite(self._core, message.public_key, message.invite)
+        return Acknowledged(id=message.id, duplicate=False)
+
     async def _join(self, live: Live, message: JoinRequest) -> Message:
-        if peer_id_of(message.public_key) != live.peer_id:
-            raise RefusedError(
-                "wrong-key",
-                f"the request names key {fingerprint(message.public_key)}, which is not the key "
-                f"of the connection ({live.peer_id})",
-            )
+        _check_key(live, message.public_key)
+        check_joins(self._core, message.public_key)
         name = pseudonym(message.name, live.peer_id)
         node = self._core.state.nodes.get(message.public_key)
         live.key, live.instance, live.name = message.public_key, message.instance, name
@@ -200,7 +207,9 @@ class Sessions:
             await self._core.record([joined])
         log.info("%s joined (%s, %s)", name, fingerprint(live.key), live.engine)
         tell_standing(self._core, live)
-        if scheduler.is_complete(self._core.state, self._core.spec.rollout):
+        for push in amendments_in_force(self._core):
+            live.session.push(push)
+        if scheduler.is_complete(self._core.state, self._core.settings.rollout):
             live.session.push(run_complete(self._core))
         return JoinReply(
             id=message.id, run_spec=self._signed_spec, head=self._hub.head, now=self._core.now_ms()
@@ -226,7 +235,9 @@ class Sessions:
 
     async def _lease(self, live: Live, message: LeaseRequest) -> Message:
         core, desk = self._core, self._desk
-        node, now, spec = self._node(live), core.now_ms(), core.spec.rollout
+        node, now, spec = self._node(live), core.now_ms(), core.settings.rollout
+        if not is_admitted(core, live.key):
+            return later(message, scheduler.Wait(why_not(core), NOT_ADMITTED_MS))
         if desk is not None and desk.in_blocks():
             return await desk.lease(live, node, message)
         if desk is not None and (early := desk.too_early(message)) is not None:
@@ -358,9 +369,18 @@ class Sessions:
         return ReceiptsReply(id=message.id, receipts=found)
 
 
+def _check_key(live: Live, public_key: bytes) -> None:
+    if peer_id_of(public_key) != live.peer_id:
+        raise RefusedError(
+            "wrong-key",
+            f"the request names key {fingerprint(public_key)}, which is not the key "
+            f"of the connection ({live.peer_id})",
+        )
+
+
 def run_complete(core: Core) -> NoticePush:
     """What nodes are told at the end."""
-    version = core.spec.rollout.versions
+    version = core.settings.rollout.versions
     return NoticePush(
         code="run-complete",
         message=f"the run is complete: version {version} is published. Thank you! No more work is given; "

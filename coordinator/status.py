@@ -40,7 +40,7 @@ def state_tree(
 
     Without nodes its cost does not grow with theirs (but for leases that are open).
     """
-    state, spec = core.state, core.spec
+    state, spec = core.state, core.settings
     history = state.versions[-MAX_HISTORY:]
     rewards = [[info.version, info.stats.reward_mean] for info in history if info.stats is not None]
     accuracy = [[info.version, info.accuracy] for info in history if info.accuracy >= 0]
@@ -112,7 +112,7 @@ def _reason(core: Core, progress: Progress) -> str:
     if progress.learner == "collecting" and in_blocks(core.state, core.spec.pretrain):
         return round_in_words(core)
     if progress.learner == "collecting":
-        spec = core.spec.rollout
+        spec = core.settings.rollout
         return f"{core.state.pool_usable} of {spec.groups_per_version} usable groups verified"
     return ""
 

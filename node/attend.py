@@ -7,17 +7,20 @@ one event, and the core decides when the next try is due.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import trio
 
 from barnraise.node import remembered
 from barnraise.node.context import Context
 from barnraise.node.entering import enter, last_block, tally
-from barnraise.node.link import Run, dial, greet, join
-from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost
+from barnraise.node.link import Run, dial, greet, join, present_invite
+from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Retargeted
 from barnraise.node.needs import Field, Machine, description, free_disk
 from barnraise.node.receipt_words import outcome, standing_fields, summary, verdicts_by_lease, words
+from barnraise.protocol.amendments import Amendment, amended
 from barnraise.protocol.credit_words import credit_words
+from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import (
     BarnraiseError,
     MalformedError,
@@ -30,6 +33,7 @@ from barnraise.protocol.errors import (
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import (
+    AmendmentsPush,
     HeadPush,
     HeartbeatReply,
     HeartbeatRequest,
@@ -51,6 +55,8 @@ from barnraise.protocol.wire import printable
 EXIT_VERSION = 3
 EXIT_UNTRUSTED = 4
 EXIT_DECLINED = 5
+EXIT_NOT_ADMITTED = 6
+NOT_ADMITTED, BAD_INVITE = "not-admitted", "bad-invite"  # codes of refusals that trying again does not end
 HEARTBEAT_TIMEOUT_S = 15.0
 TOLD_ONE_BY_ONE = 2  # verdicts given while the node was away; more are summed up
 REPLACED_WITHIN_S = 10.0  # a session that ends so soon after a duplicate-key notice was taken over
@@ -122,14 +128,14 @@ async def _session(ctx: Context, attempt: int) -> str:
 
 async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> bool:
     sent = ctx.clock.wall_ms()
-    run, reply = await join(
-        session,
-        ctx.identity,
-        ctx.instance,
-        ctx.config.called(ctx.identity.peer_id),
-        ctx.facts.engine or "starting",
-        ctx.network.addresses,
-    )
+    try:
+        run, reply = await _ask_in(ctx, session)
+    except RefusedError as error:
+        if error.code not in (NOT_ADMITTED, BAD_INVITE):
+            raise
+        ctx.say(str(error), logging.ERROR)
+        ctx.feed(Fatal(str(error), EXIT_NOT_ADMITTED))
+        return False
     try:
         ctx.known.check(peer_id, run.spec.operator)
     except SignatureError as error:
@@ -154,8 +160,20 @@ async def _join(ctx: Context, session: Session, peer_id: str, address: str) -> b
     measure(ctx, sent, reply.now)
     _introduce(ctx, run, reply, address, first)
     head = _believe_head(ctx, reply.head)
-    ctx.feed(Joined(head, run.spec.rollout.versions, run.spec.rollout.max_lag, last_block(run)))
+    ctx.feed(Joined(head, ctx.joined().spec.rollout.versions, run.spec.rollout.max_lag, last_block(run)))
     return True
+
+
+async def _ask_in(ctx: Context, session: Session) -> tuple[Run, JoinReply]:
+    """Join; with the invite that was given, if it takes one."""
+    who = ctx.config.called(ctx.identity.peer_id), ctx.facts.engine or "starting", ctx.network.addresses
+    try:
+        return await join(session, ctx.identity, ctx.instance, *who)
+    except RefusedError as error:
+        if error.code != NOT_ADMITTED or not ctx.config.invite:
+            raise
+    await present_invite(session, ctx.identity, ctx.config.invite)
+    return await join(session, ctx.identity, ctx.instance, *who)
 
 
 def _leading_to(ctx: Context, peer_id: str, answered: str) -> list[str]:
@@ -290,11 +308,35 @@ def _pushed(ctx: Context, message: Message) -> None:
         case StandingPush():
             ctx.facts.standing = standing_fields(message)
             ctx.changed.set()
+        case AmendmentsPush(amendments=amendments):
+            for signed in amendments:
+                _amended(ctx, signed)
         case NoticePush(code=code, message=text):
             if code == "duplicate-key":
                 ctx.facts.duplicate_key_at = trio.current_time()
             level = logging.INFO if code == "run-complete" else logging.WARNING
             ctx.say(f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", level)
+
+
+def _amended(ctx: Context, signed: Signed) -> None:
+    """Follow the operator's change of settings; told again after every join, from the first on."""
+    run = ctx.joined()
+    try:
+        amendment = open_signed(signed, Amendment, run.spec.operator)
+        if amendment.run_id != run.run_id:
+            raise MalformedError("it is another run's")
+        if amendment.number <= ctx.amended:
+            return
+        if amendment.number != ctx.amended + 1:
+            raise MalformedError(f"number {amendment.number} after {ctx.amended}")
+        spec = amended(run.spec, amendment.changes)
+    except BarnraiseError as error:
+        ctx.say(f"a change of the run's settings is not believed: {error}", logging.ERROR)
+        return
+    ctx.run, ctx.amended = replace(run, spec=spec), amendment.number
+    ctx.feed(Retargeted(spec.rollout.versions))
+    what = ", ".join(f"{printable(key)} = {printable(text)}" for key, text in amendment.changes.items())
+    ctx.say(f"the operator changed the run's settings: {what} ({printable(amendment.reason, 500)})")
 
 
 def _believe_head(ctx: Context, head: Signed | None) -> int:

@@ -65,6 +65,7 @@ class NodeConfig:
         up_bytes_s, down_bytes_s: caps on everything sent and received, bytes/s; None: as set
             while the node ran before (``limits_path``), else no cap.
         monthly_bytes: most bytes up and down together in a calendar month; None: likewise.
+        invite: a word from the run's operator that lets this key in, where a run takes not everybody.
         assume_yes: do not ask before joining an unknown run.
         exit_when_complete: end with exit code 0 once the run has published its last version.
         json_lines: print one JSON object per line instead of plain text.
@@ -88,6 +89,7 @@ class NodeConfig:
     up_bytes_s: float | None = None
     down_bytes_s: float | None = None
     monthly_bytes: int | None = None
+    invite: str = ""
     assume_yes: bool = False
     exit_when_complete: bool = False
     json_lines: bool = False

@@ -98,6 +98,7 @@ class Context:
     changed: Changed = field(default_factory=Changed)
     spoken: Signal = field(default_factory=Signal)  # what is to be said of the state may be another now
     run: Run | None = None
+    amended: int = 0  # so many amendments are in ``run``
     session: Session | None = None
     pending: PendingWork | None = None
     receipts: ReceiptBook | None = None

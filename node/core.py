@@ -45,6 +45,7 @@ from barnraise.node.model import (
     Mode,
     NoLease,
     Restored,
+    Retargeted,
     Retry,
     Returned,
     Slept,
@@ -132,6 +133,8 @@ def _fold(state: State, event: Event, now: float) -> State:
             state = replace(state, link_since=now, upload_retry=Retry(), ask_retry=Retry())
             state = replace(state, fetch_retry=Retry(), fetch_renew=state.fetching is not None)
             return _head(state, head, now)
+        case Retargeted(final):
+            return replace(state, final=final)
         case HeadSeen(version):
             return _head(state, version, now)
         case FetchDone(version):

@@ -19,9 +19,12 @@ from barnraise.protocol.errors import (
 )
 from barnraise.protocol.hello import say_hello
 from barnraise.protocol.identity import Identity
+from barnraise.protocol.invites import read_invite
 from barnraise.protocol.messages import (
     HELLO_PROTOCOL,
     SESSION_PROTOCOL,
+    Acknowledged,
+    InviteRequest,
     JoinReply,
     JoinRequest,
     RolloutLease,
@@ -111,6 +114,22 @@ async def join(
         timeout_s=STEP_S,
     )
     return Run(open_run_spec(reply.run_spec), run_id(reply.run_spec)), reply
+
+
+async def present_invite(session: Session, identity: Identity, text: str) -> None:
+    """Show the coordinator an invite for our key, before joining.
+
+    Raises:
+        MalformedError: ``text`` is no invite.
+        RefusedError: it lets nobody in; says why.
+        PeerError: the coordinator went away or was too slow.
+    """
+    signed = read_invite(text)[1]
+    await session.request(
+        lambda number: InviteRequest(id=number, public_key=identity.public_key, invite=signed),
+        Acknowledged,
+        timeout_s=STEP_S,
+    )
 
 
 def open_lease(signed: Signed, run: Run, node: bytes, version: int, now_ms: int) -> RolloutLease | BlockLease:

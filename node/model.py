@@ -91,6 +91,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Retargeted:
+    """The operator changed which version completes the run."""
+
+    final: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadSeen:
     version: int
 
@@ -281,6 +288,7 @@ class Fatal:
 Event = (
     LinkLost
     | Joined
+    | Retargeted
     | HeadSeen
     | FetchDone
     | FetchFailed

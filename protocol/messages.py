@@ -107,6 +107,14 @@ class JoinReply(Message, frozen=True):
     now: Millis
 
 
+class InviteRequest(Message, frozen=True):
+    """Before ``JoinRequest``, where that was refused as ``not-admitted``: a *signed* ``Invite``."""
+
+    id: RequestId
+    public_key: PublicKey
+    invite: Signed
+
+
 class HeartbeatRequest(Message, frozen=True):
     """Sent every few seconds: which version the node holds and what it is doing."""
 
@@ -236,6 +244,12 @@ class NoticePush(Message, frozen=True):
 
     code: Name
     message: Text
+
+
+class AmendmentsPush(Message, frozen=True):
+    """Unasked, after joining and with every change: *signed* ``Amendment`` payloads, by number."""
+
+    amendments: Annotated[tuple[Signed, ...], Meta(min_length=1, max_length=64)]
 
 
 class StandingPush(Message, frozen=True):

@@ -14,9 +14,11 @@ import pytest
 from msgspec import inspect
 
 from barnraise.protocol import (
+    amendments,
     corpus,
     cosignature,
     frames,
+    invites,
     ledger,
     ledger_fold,
     log_messages,
@@ -65,6 +67,8 @@ SIGNED = (
     pretrain.BlockSubmission,
     messages.Receipt,
     messages.TreeHead,
+    amendments.Amendment,
+    invites.Invite,
     spec.RunSpec,
 )
 SPECS = (
@@ -73,6 +77,7 @@ SPECS = (
         for info in inspect.type_info(spec.RunSpec).fields  # type: ignore[attr-defined]
         if isinstance(info.type, inspect.StructType)
     ),
+    spec.AdapterSpec,
     pretrain.PretrainSpec,
     pretrain.BlockRecipe,
     pretrain.JointRecipe,

@@ -84,9 +84,33 @@ def run(
         "[default: 127.0.0.1:8080, or another port if that is taken]",
     ),
     no_http: bool = typer.Option(False, "--no-http", help="Serve no web page."),
+    learners: str = typer.Option(
+        "1",
+        "--learner-processes",
+        metavar="N|auto",
+        help="Processes over which the learner's model is sharded; auto: one per GPU.",
+    ),
+    recompute: bool = typer.Option(
+        False,
+        "--learner-recompute",
+        help="Keep no activations inside of layers but compute them twice: less memory, more time.",
+    ),
+    learner_devices: str = typer.Option(
+        "", "--learner-devices", metavar="0,1", help="GPUs for the learner. [default: all]"
+    ),
+    verifier_devices: str = typer.Option(
+        "", "--verifier-devices", metavar="2,3", help="GPUs for verifiers, in turn. [default: all]"
+    ),
+    torchrun: str = typer.Option(
+        "",
+        "--learner-torchrun",
+        metavar="OPTIONS",
+        help="Start the learner's processes with torchrun and these options, for several machines.",
+    ),
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
+    from barnraise.coordinator.scale import read_spread
     from barnraise.coordinator.web.listen import Bind, read_bind
     from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
 
@@ -108,6 +132,10 @@ def run(
         except MalformedError as error:
             raise typer.BadParameter(str(error), param_hint="--mirror") from error
     try:
+        spread = read_spread(learners, recompute, learner_devices, verifier_devices, torchrun)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--learner-processes") from error
+    try:
         code = run_from_folder(
             folder,
             listen=tuple(listen),
@@ -119,6 +147,7 @@ def run(
             upload_copies=upload_copies,
             relay_bytes_s=relay * 125_000,
             http=bind,
+            spread=spread,
         )
     except PeerError as error:  # an address that is malformed or taken
         hint = "--http" if "--http" in str(error) else "--listen"
@@ -203,8 +232,8 @@ def ban(
     The ban stands in the public ledger with its reason. A new one replaces that in force. It
     holds for one key: whoever makes another comes back as a newcomer.
     """
-    seconds = _seconds(lasting)
-    reply = _command(folder, "ban", node=node, reason=reason, seconds=seconds)
+    seconds = seconds_of(lasting)
+    reply = command(folder, "ban", node=node, reason=reason, seconds=seconds)
     end = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(reply["until"]) / 1000))
     if as_json:
         emit_json(reply)
@@ -220,14 +249,19 @@ def unban(
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
 ) -> None:
     """End a node's ban now, whether the operator made it or the rule did."""
-    reply = _command(folder, "unban", node=node, reason=reason)
+    reply = command(folder, "unban", node=node, reason=reason)
     if as_json:
         emit_json(reply)
     else:
         typer.echo(f"{reply['name']} ({reply['node']}) gets work again")
 
 
-def _command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:
+def command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:
+    """Have the coordinator that serves ``folder`` do something.
+
+    Raises:
+        BarnraiseError: it refused, with its words; or none serves the folder.
+    """
     try:
         return send_command(folder / "control.sock", name, **arguments)
     except (PeerError, OSError) as error:
@@ -240,7 +274,8 @@ def _command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def _seconds(text: str) -> int:
+def seconds_of(text: str) -> int:
+    """A time as 90m, 12h or 7d, in seconds. Raises typer.BadParameter."""
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip())
     if match is None or not 0 < int(match[1]) * _UNITS[match[2]] <= 3650 * 86_400:
         raise typer.BadParameter("write it like 90m, 12h or 7d, at most 3650d", param_hint="--for")

@@ -16,7 +16,7 @@ import typer
 
 from barnraise.node.chosen import default_threads as default_threads
 from barnraise.node.config import NodeConfig, default_data_path, default_key_path
-from barnraise.protocol.errors import BarnraiseError, PeerError
+from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.tui import attached, background
 from barnraise.tui.console import examples, is_plain
 from barnraise.tui.join_arguments import as_given
@@ -108,6 +108,12 @@ def join(
         max=10_000_000,
         help="Most traffic a calendar month, up and down; then the node pauses (default: any).",
     ),
+    invite: str | None = typer.Option(
+        None,
+        "--invite",
+        metavar="WORD|FILE",
+        help="What the operator of a run that is not open to everybody sent you; needed once per key.",
+    ),
     yes: bool = typer.Option(
         False, "--yes", "-y", help="Ask nothing: neither before joining, nor for limits at a first start."
     ),
@@ -143,6 +149,7 @@ def join(
         up_bytes_s=None if up is None else up * MBIT,
         down_bytes_s=None if down is None else down * MBIT,
         monthly_bytes=None if monthly is None else round(monthly * 1e9),
+        invite="" if invite is None else invite_word(invite),
         assume_yes=yes,
         exit_when_complete=leave_when_complete,
         json_lines=as_json,
@@ -185,6 +192,25 @@ def known_addresses(given: str | None, data: Path) -> tuple[str, ...]:
         return KnownRuns(data / "known.json").lead(given).addresses
     except PeerError as error:
         raise typer.BadParameter(str(error), param_hint="MULTIADDR") from error
+
+
+def invite_word(given: str) -> str:
+    """An invite as it was typed, or from the file that has it.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    from barnraise.protocol.invites import MAX_TEXT, PREFIX, read_invite
+
+    text = given
+    if not given.startswith(PREFIX) and Path(given).is_file():
+        with Path(given).open(encoding="utf-8", errors="replace") as file:
+            text = file.read(2 * MAX_TEXT)
+    try:
+        read_invite(text)
+    except MalformedError as error:
+        raise typer.BadParameter(str(error), param_hint="--invite") from error
+    return "".join(text.split())
 
 
 def check_address(address: str) -> None:

@@ -19,6 +19,7 @@ from barnraise.protocol.environments import TaskError
 from barnraise.protocol.errors import BarnraiseError, KeyFileError, RunFolderError
 from barnraise.protocol.wire import printable
 from barnraise.tui import (
+    admit,
     appeal,
     attach,
     coordinate,
@@ -53,6 +54,7 @@ app = typer.Typer(
 )
 app.add_typer(runs.app, name="run")
 app.add_typer(coordinate.app, name="coordinator")
+app.add_typer(admit.app, name="admit")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(keys.app, name="key")
 app.add_typer(limits.app, name="limits")

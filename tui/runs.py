@@ -15,12 +15,14 @@ import typer
 
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.wire import printable
+from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
+from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
 
-app = typer.Typer(help="Make runs.", epilog=examples("run init ./my-run"), no_args_is_help=True)
+app = typer.Typer(help="Make and amend runs.", epilog=examples("run init ./my-run"), no_args_is_help=True)
 MOST_NAME, MOST_DESCRIPTION = 64, 500  # of the run spec
 PRESET = "(default: the model's preset)"
 
@@ -28,6 +30,9 @@ PRESET = "(default: the model's preset)"
 @app.callback()
 def group() -> None:
     """Make runs."""
+
+
+app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
 
 @app.command(
