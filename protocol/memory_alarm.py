@@ -38,13 +38,18 @@ class Parked:
 
 
 class Alarm:
-    """Wakes parked tasks at their times: one task for the whole swarm, no cancel scope for each wait."""
+    """Wakes parked tasks at their times: one task for the whole swarm, no cancel scope for each wait.
+
+    No task at all where the clock has timers: a method ``call_at(at, what)`` (the simulation's has).
+    """
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Parked]] = []
         self._count = 0
         self._scope: trio.CancelScope | None = None  # in which our task sleeps, once it runs
         self._next = math.inf
+        self._call_at: Any = None
+        self._clock: trio.abc.Clock | None = None
 
     async def sleep(self, until: float, among: list[Parked]) -> None:
         """Wait until then, or until somebody calls ``go`` of what is added to ``among``."""
@@ -61,6 +66,12 @@ class Alarm:
     def _set(self, parked: Parked, at: float) -> None:
         parked.until = at
         if at == math.inf:
+            return
+        if self._clock is None:
+            self._clock = trio.lowlevel.current_clock()
+            self._call_at = getattr(self._clock, "call_at", None)
+        if self._call_at is not None:
+            self._call_at(at, parked.go)  # too late where it was to wake sooner, which does no harm
             return
         self._count += 1
         heapq.heappush(self._due, (at, self._count, parked))

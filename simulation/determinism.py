@@ -4,7 +4,8 @@ What runs between two moments of virtual time is a batch of tasks, which trio sh
 the batch is sorted by the order in which the tasks were born and shuffled by a seeded
 generator (the switch that Hypothesis uses, ``trio._core._run``). Blocking calls that would go
 to a worker thread run in place: a clock in virtual time does not wait for threads. Names of
-temporary files, which errors quote, are drawn from the seed, too.
+temporary files, which errors quote, are drawn from the seed, too. How time goes by is
+``virtual_clock``'s business.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import trio
-import trio.testing
 from trio._core import _run
+
+from barnraise.simulation.virtual_clock import VirtualClock, cheap_sleep
 
 T = TypeVar("T")
 
@@ -65,5 +67,6 @@ def _names(rng: random.Random) -> Iterator[str]:
 
 def run_virtual(seed: int, main: Callable[[], Awaitable[T]]) -> T:
     """Run ``main`` in virtual time (it begins at 0 s and jumps whenever everybody waits)."""
-    with deterministic(seed):
-        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    clock = VirtualClock()
+    with deterministic(seed), cheap_sleep(clock):
+        return trio.run(main, clock=clock)
