@@ -173,6 +173,8 @@ class Downloads:
         new = mask & ~holds
         state.counts.add(new)
         peer.holds[version] = holds | mask
+        if version in peer.orders:
+            peer.orders[version].mask &= ~mask  # what it has it orders no more
         if len(peer.asked.get(version, ())) < self._config.order and new & state.missing:
             return self.order(name, peer, version, state, now)
         return []
@@ -196,6 +198,8 @@ class Downloads:
     ) -> Effects:
         """Bring our standing order with ``name`` up to date, if that changes it."""
         rest = peer.holds.get(version, 0) & state.missing if peer.muted_until <= now else 0
+        if rest and len(state.sizes) == 1 and not state.starved and self._asked_elsewhere(name, version):
+            rest = 0  # of two that send the only shard at once, one sends it in vain
         if self._config.inbound and not self._has_turn(name, peer, now):
             rest = 0
         chosen: list[int] = []
@@ -212,6 +216,16 @@ class Downloads:
         peer.asked[version], peer.busy_told[version] = order, busy
         others = tuple(members(busy))[:MAX_INDICES]
         return [Send(name, Want(version=version, indices=order, busy=others, starved=state.starved > 0))]
+
+    def order_instead(self, version: int, now: float) -> Effects:
+        """Whoever was asked for ``version`` may not be any more: if nobody else is, ask now."""
+        state = self._versions.get(version)
+        if state is None or len(state.sizes) > 1:
+            return []
+        return self.order_all(version, state, now)
+
+    def _asked_elsewhere(self, name: str, version: int) -> bool:
+        return any(peer.asked.get(version) for other, peer in self._peers.items() if other != name)
 
     def turn_at(self) -> float:
         """When turns are due to be looked at."""

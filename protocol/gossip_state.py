@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barnraise.protocol.gossip import Gossiper
-from barnraise.protocol.tree_index import files_list
+from barnraise.protocol.tree_index import files_list, patches_list
 
 SHOWN_BANS = 64
 
@@ -66,7 +66,10 @@ def tree_state(gossiper: Gossiper, now: float) -> dict[str, Any]:
 def _version_of(gossiper: Gossiper, peer: str) -> int | None:
     announced = gossiper.core.transfer.announced
     versions = (gossiper.lists.version(number) for number in gossiper.lists.shards)
-    return max((one for one in versions if announced(peer, files_list(one))), default=None)
+    whole = (
+        one for one in versions if announced(peer, files_list(one)) or announced(peer, patches_list(one))
+    )
+    return max(whole, default=None)
 
 
 def _what(gossiper: Gossiper, number: int) -> str:

@@ -1,7 +1,9 @@
 """Which shard goes where: pushes down the tree, rarest-first swaps everywhere else.
 
 Per version a node knows which shards it holds and which its neighbours hold (a
-``Bitmap`` when the link opens, ``Have`` after that). To each neighbour that holds
+``Bitmap`` first, ``Have`` after that). Who lacks something tells all neighbours; who
+lacks nothing tells those alone who do, so that between two that are done not a word is
+said. To each neighbour that holds
 something it lacks it gives a *standing order* (``Want``): a few shards, the rarest in
 its neighbourhood first. An uploader with a free slot serves the rarest shard that is
 ordered, or that an eager neighbour lacks and nobody is sending it; the choice is made
@@ -32,6 +34,7 @@ from barnraise.protocol.transfer_state import (
     Stats,
     TransferConfig,
     VersionState,
+    note_early,
     unhold,
 )
 from barnraise.protocol.tree_effects import (
@@ -170,13 +173,30 @@ class Transfer:
             self._versions.clear()
             self._versions.update(newest_first)
             for name, peer in self._peers.items():
-                effects.append(self._tell(name, peer, version, state, ask=True))
+                early = peer.early.pop(version, None)
+                if early is not None:
+                    peer.holds[version] = early
+                    state.counts.add(early)
+                if wanted and not state.complete:
+                    lost = early is None and peer.early_lost
+                    effects.append(self._tell(name, peer, version, state, ask=lost))
+                    effects += self._downloads.order(name, peer, version, state, now)
+                elif early is not None and state.have & ~early:
+                    effects.append(self._tell(name, peer, version, state, ask=False))
                 if self.config.inbound and peer.eager:  # before it begins to push
                     effects += self._downloads.order(name, peer, version, state, now)
+            effects += self._uploads.fill(now)
             return effects if state.missing or not have else [*effects, Complete(version)]
         longer = len(sizes) > len(state.sizes)
         state.extend(sizes)
+        fresh = wanted and not state.wanted and not state.complete
         state.wanted = state.wanted or wanted
+        if fresh:
+            effects += [
+                self._tell(name, peer, version, state, ask=version not in peer.holds)  # what it said is gone
+                for name, peer in self._peers.items()
+                if version not in peer.told
+            ]
         if longer:  # who offered us what was beyond the list may do so again
             effects += [
                 self._tell(name, peer, version, state, ask=False) for name, peer in self._peers.items()
@@ -196,9 +216,12 @@ class Transfer:
                 effects += self._downloads.stop(name, peer)
             if version in peer.told:
                 effects.append(Send(name, Bitmap(version=version, bits=b"", ask=False)))
-            for known in (peer.holds, peer.orders, peer.asked, peer.busy_told, peer.given, peer.just_sent):
+            if version in peer.holds:
+                note_early(peer, version, peer.holds[version], whole=True)
+            for known in (peer.holds, peer.told, peer.busy_told, peer.given, peer.just_sent):
                 known.pop(version, None)
-            peer.told.discard(version)
+            peer.orders.pop(version, None)
+            peer.asked.pop(version, None)
         return effects + self._uploads.fill(now)
 
     # --- links
@@ -208,7 +231,11 @@ class Transfer:
         if name in self._peers:
             return []
         peer = self._peers[name] = PeerState(self._muted.pop(name, 0.0))
-        return [self._tell(name, peer, version, state, ask=True) for version, state in self._versions.items()]
+        return [
+            self._tell(name, peer, version, state, ask=False)
+            for version, state in self._versions.items()
+            if state.wanted and not state.complete
+        ]
 
     def link_down(self, name: str, now: float) -> Effects:
         """``name`` is a neighbour no longer: what was under way is asked for elsewhere."""
@@ -229,6 +256,8 @@ class Transfer:
         if peer.receiving is not None:
             effects.append(StopReceive(name, *peer.receiving))
             effects += self._downloads.release(name, *peer.receiving, now)
+        for version in [version for version, asked in peer.asked.items() if asked]:
+            effects += self._downloads.order_instead(version, now)
         return effects + self._uploads.fill(now)
 
     def link_eager(self, name: str, now: float, *, eager: bool) -> Effects:
@@ -307,9 +336,20 @@ class Transfer:
         state.progress_at, state.starved = now, 0
         message = Have(version=version, indices=(index,))
         for other, peer in self._peers.items():
-            if version in peer.holds and version in peer.told:
-                effects.append(Send(other, message))
             asked = peer.asked.get(version)
+            holds = peer.holds.get(version)
+            if holds is not None and version in peer.told:
+                # Its sender knows. Of one shard alone the lazy that hold it need not know either;
+                # of more, what is rare is reckoned by it.
+                needed = len(state.sizes) > 1 or peer.eager or not holds & bit or index in (asked or ())
+                if other != name and needed:
+                    effects.append(Send(other, message))
+                    peer.told[version] |= bit
+                    peer.busy_told[version] = peer.busy_told.get(version, 0) & ~bit  # goes without saying
+                    if asked == (index,):
+                        peer.asked[version] = asked = ()
+            elif holds is not None and not holds & bit:
+                effects.append(self._tell(other, peer, version, state, ask=False))
             if asked is not None and (index in asked or (other == name and len(asked) < self.config.order)):
                 effects += self._downloads.order(other, peer, version, state, now)
         if state.complete:
@@ -390,7 +430,13 @@ class Transfer:
         peer = self._peers.get(name)
         version = getattr(message, "version", None)
         state = self._versions.get(version) if version is not None else None
-        if peer is None or state is None or version is None:
+        if peer is None or version is None:
+            return []
+        if state is None:
+            if isinstance(message, Have):
+                note_early(peer, version, to_mask(message.indices), whole=False)
+            elif isinstance(message, Bitmap):
+                note_early(peer, version, from_bytes(message.bits), whole=True)
             return []
         match message:
             case Have(indices=indices):
@@ -399,7 +445,9 @@ class Transfer:
                 return self._uploads.on_want(peer, version, state, message, now)
             case Bitmap(bits=bits, ask=ask):
                 mask = from_bytes(bits)
-                effects: Effects = [self._tell(name, peer, version, state, ask=False)] if ask else []
+                effects: Effects = []
+                if ask or state.have & ~mask & ~peer.told.get(version, 0):
+                    effects.append(self._tell(name, peer, version, state, ask=False))
                 under_way = 1 << peer.sending[1] if peer.sending and peer.sending[0] == version else 0
                 unhold(state, peer, version, peer.holds.get(version, 0) & ~mask & ~under_way)
                 peer.holds.setdefault(version, 0)
@@ -413,7 +461,8 @@ class Transfer:
             case Unavailable(index=index):
                 unhold(state, peer, version, 1 << index & peer.holds.get(version, 0))
                 if peer.receiving != (version, index):
-                    return self._downloads.order(name, peer, version, state, now)
+                    effects = self._downloads.order(name, peer, version, state, now)
+                    return effects + self._downloads.order_instead(version, now)
                 peer.receiving = None
                 effects = [StopReceive(name, version, index)]
                 effects += self._downloads.strike(name, peer, "lied", version, index, now)
@@ -447,5 +496,5 @@ class Transfer:
         return effects + self._uploads.fill(now)
 
     def _tell(self, name: str, peer: PeerState, version: int, state: VersionState, *, ask: bool) -> Send:
-        peer.told.add(version)
+        peer.told[version] = state.have
         return Send(name, Bitmap(version=version, bits=to_bytes(state.have), ask=ask))

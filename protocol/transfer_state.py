@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from barnraise.protocol.bitmaps import Counts
 
+EARLY = 16  # bitmaps kept of each neighbour for versions that we do not know yet
 CROSSING = 1.0  # seconds in which an order may still name what was sent already
 
 
@@ -121,6 +122,8 @@ class PeerState:
         "begun_at",
         "busy_told",
         "eager",
+        "early",
+        "early_lost",
         "given",
         "got",
         "held_up_at",
@@ -145,10 +148,12 @@ class PeerState:
     def __init__(self, muted_until: float) -> None:
         self.eager = False
         self.holds: dict[int, int] = {}  # by version: announced, or being sent to it by us
+        self.early: dict[int, int] = {}  # the same of versions that we take no part in, as yet
+        self.early_lost = False
         self.orders: dict[int, Order] = {}  # what it wants of us
         self.asked: dict[int, tuple[int, ...]] = {}  # what we want of it
         self.busy_told: dict[int, int] = {}  # what we told it not to push
-        self.told: set[int] = set()  # versions whose bitmap it got from us
+        self.told: dict[int, int] = {}  # by version: what it knows that we hold
         self.receiving: tuple[int, int] | None = None
         self.begun_at = 0.0
         self.progress_at = 0.0
@@ -166,6 +171,21 @@ class PeerState:
         self.slow = 0
         self.strikes = 0
         self.muted_until = muted_until
+
+
+def note_early(peer: PeerState, version: int, mask: int, *, whole: bool) -> None:
+    """``peer`` announced shards of a version that may become ours; ``whole``: that is all of its bitmap."""
+    if not whole:
+        if version in peer.early:
+            peer.early[version] |= mask
+        return
+    before = peer.early.pop(version, None)
+    if before is not None and not mask:
+        return  # it has left
+    peer.early[version] = mask
+    if len(peer.early) > EARLY:
+        del peer.early[next(iter(peer.early))]
+        peer.early_lost = True
 
 
 def unhold(state: VersionState, peer: PeerState, version: int, mask: int) -> None:

@@ -137,13 +137,18 @@ class Tree:
             return []
         ours = Gossip(version=gossip.version, hops=min(gossip.hops + 1, 1024), head=gossip.head)
         self._heads[id_] = (ours, sender)
-        self._missing.pop(id_, None)
+        waited = self._missing.pop(id_, None)
+        announced = set() if waited is None else {peer for peer, _ in waited.sources}
         if len(self._heads) > self.config.heads:
             del self._heads[min(self._heads, key=lambda known: self._heads[known][0].version)]
         effects: Effects = [Deliver(sender, gossip.version, gossip.head)]
         effects += [Send(peer, ours) for peer in self.eager if peer != sender]
         mark = HeadMark(id=id_, version=ours.version, hops=ours.hops)
-        effects += [Send(peer, GossipHave(marks=(mark,))) for peer in self.lazy if peer != sender]
+        effects += [
+            Send(peer, GossipHave(marks=(mark,)))
+            for peer in self.lazy
+            if peer != sender and peer not in announced
+        ]
         return effects
 
     def _too_old(self, version: int) -> bool:

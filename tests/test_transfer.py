@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from transfer_support import node, orders, says
+import random
+
+from transfer_support import SIZES, node, orders, says
 from treecast_sim import SHARD
 
 from barnraise.protocol.frames import FRAMES
+from barnraise.protocol.transfer import Transfer
+from barnraise.protocol.transfer_state import EARLY
 from barnraise.protocol.tree_effects import (
     Ban,
     Complete,
@@ -46,6 +50,65 @@ def test_a_link_opens_with_both_bitmaps_and_orders_follow() -> None:
     effects = core.on_message("a", Bitmap(version=1, bits=b"\x07", ask=True), 0.0)
     assert effects[0] == Send("a", Bitmap(version=1, bits=b"\x01", ask=False))
     assert orders(effects) == {"a": {1, 2}}
+
+
+def test_two_that_hold_everything_say_nothing_to_each_other() -> None:
+    core = Transfer(random.Random(1))
+    core.link_up("a", 0.0)
+    assert core.want(1, SIZES, 0.0, have=0xFF, wanted=False) == [Complete(1)]
+    assert core.link_up("b", 0.0) == []
+    assert says(core, "a", tuple(range(8))) == []
+    assert says(core, "b", (0,)) == [Send("b", Bitmap(version=1, bits=b"\xff", ask=False))]
+
+
+def test_what_a_neighbour_said_before_a_version_was_known_counts() -> None:
+    core = Transfer(random.Random(1))
+    for peer in ("a", "b"):
+        core.link_up(peer, 0.0)
+    assert says(core, "a", ()) == []
+    assert core.on_message("a", Have(version=1, indices=(2,)), 0.0) == []
+    says(core, "b", (5,))
+    says(core, "b", ())  # it has left again
+    for other in range(100):
+        core.on_message("a", Bitmap(version=2 + other, bits=b"\x01", ask=False), 0.0)
+    assert len(core._peers["a"].early) == EARLY
+    says(core, "a", (2,))
+    effects = core.want(1, SIZES, 0.1)
+    assert orders(effects) == {"a": {2}}
+    told = {effect.peer: effect.message for effect in effects if isinstance(effect, Send)}
+    assert Send("b", Bitmap(version=1, bits=b"", ask=False)) in effects
+    assert set(told) == {"a", "b"}
+
+
+def test_a_neighbour_that_begins_later_learns_what_came_meanwhile() -> None:
+    core = node("late")
+    assert core.verified(None, 1, 3, 0.1) == []  # it does not take part, so it is told nothing
+    assert says(core, "late", ()) == [Send("late", Bitmap(version=1, bits=b"\x08", ask=False))]
+    assert says(core, "late", (3,)) == []
+
+
+def test_the_only_shard_is_asked_of_one_neighbour_at_a_time() -> None:
+    core = Transfer(random.Random(1))
+    for peer in ("a", "b", "c"):
+        core.link_up(peer, 0.0)
+    core.want(1, [SHARD], 0.0)
+    assert orders(says(core, "a", (0,))) == {"a": {0}}
+    assert orders(says(core, "b", (0,))) == {}
+    assert orders(says(core, "c", (0,))) == {}
+    (other,) = orders(core.link_down("a", 0.1))
+    unavailable = core.on_message(other, Unavailable(version=1, index=0), 0.2)
+    (last,) = {"b", "c"} - {other}
+    assert orders(unavailable) == {other: set(), last: {0}}
+
+
+def test_who_sends_nothing_after_it_was_asked_is_not_waited_for_long() -> None:
+    core = Transfer(random.Random(1))
+    for peer in ("a", "b"):
+        core.link_up(peer, 0.0)
+    core.want(1, [SHARD], 0.0)
+    says(core, "a", (0,))
+    says(core, "b", (0,))
+    assert orders(core.on_time(10.0)) == {"a": {0}, "b": {0}}
 
 
 def test_the_rarest_shards_are_ordered_first() -> None:

@@ -127,7 +127,7 @@ def test_a_shard_lost_from_disk_is_withdrawn_and_wanted_again() -> None:
 def test_shards_on_disk_are_announced_with_the_bitmap_and_serving_can_be_turned_off() -> None:
     core = Transfer(random.Random(1), TransferConfig(max_slots=0))
     core.link_up("a", 0.0)
-    assert core.want(1, SIZES, 0.0, have=0b101) == [Send("a", Bitmap(version=1, bits=b"\x05", ask=True))]
+    assert core.want(1, SIZES, 0.0, have=0b101) == [Send("a", Bitmap(version=1, bits=b"\x05", ask=False))]
     says(core, "a", ())
     assert not starts(wants(core, "a", (0, 2)))
     assert starts(core.reconfigure(TransferConfig(), 1.0))

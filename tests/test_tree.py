@@ -49,6 +49,15 @@ def test_a_head_goes_whole_to_eager_links_and_by_id_to_lazy_ones() -> None:
     assert node.parent(head_id(1)) == "a"
 
 
+def test_who_announced_a_head_is_not_told_of_it() -> None:
+    node = tree("a", "b", "c", "d")
+    for peer in ("b", "c"):
+        node.on_message(peer, Prune(), 0.0)
+    node.on_message("b", mark(1, 1), 0.0)
+    effects = node.on_message("a", gossip(1), 0.1)
+    assert [effect.peer for effect in effects if isinstance(effect, Send)] == ["d", "c"]
+
+
 def test_a_second_copy_prunes_its_link() -> None:
     node = tree("a", "b")
     node.on_message("a", gossip(1), 0.0)
