@@ -38,7 +38,7 @@ from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
 from barnraise.protocol.identity import Identity, load_identity, save_identity
-from barnraise.protocol.manifest import WEIGHTS_FILE
+from barnraise.protocol.manifest import ADAPTER_FILE, WEIGHTS_FILE
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.pretrain import PretrainSpec
 from barnraise.protocol.runid import open_run_spec, run_id
@@ -133,7 +133,8 @@ def create_run(
     """
     model = describe_model(model_folder, model_name, settings.weights_dtype, settings.compute_dtype)
     words = _Words(name, description, seed, now_ms)
-    files = {name: model_folder / name for name in (*model.assets, WEIGHTS_FILE)}
+    weights = (WEIGHTS_FILE,) if model.adapter is None else (WEIGHTS_FILE, ADAPTER_FILE)
+    files = {name: model_folder / name for name in (*model.assets, *weights)}
     return _create(folder, model, settings, verify, words, files, None, identity)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from barnraise.protocol.errors import RunFolderError
-from barnraise.protocol.manifest import ASSET_ALLOWANCE, WEIGHTS_FILE
-from barnraise.protocol.spec import Dtype, ModelSpec
+from barnraise.protocol.manifest import ADAPTER_CONFIG, ADAPTER_FILE, ASSET_ALLOWANCE, WEIGHTS_FILE
+from barnraise.protocol.spec import AdapterSpec, Dtype, ModelSpec
 
 _ASSET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _ASSET_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _NOT_ASSETS = frozenset({"state.json", "model.safetensors.index.json", "trainer_state.json"})
+_MOST_OTHER_ENDS = 16  # as many as a run spec holds
 _MAX_HEADER = 100 * 1024 * 1024
 
 
@@ -37,6 +38,7 @@ def describe_model(
     vocabulary = inner.get("vocab_size")
     if not isinstance(vocabulary, int):
         raise RunFolderError(f"{folder / 'config.json'} names no vocab_size: is it a causal language model?")
+    ends = _end_tokens(folder, config, inner)
     weights = folder / WEIGHTS_FILE
     if parameters is None and not weights.is_file():
         raise RunFolderError(f"{folder} has no {WEIGHTS_FILE}: save the model as one safetensors file")
@@ -46,9 +48,31 @@ def describe_model(
         vocabulary=vocabulary,
         weights_dtype=weights_dtype,
         compute_dtype=compute_dtype,
-        eos_token=_eos_token(folder, config, inner),
+        eos_token=ends[0],
         assets=_assets(folder),
+        other_ends=ends[1:],
+        adapter=_adapter(folder, weights_dtype),
     )
+
+
+def _adapter(folder: Path, dtype: Dtype) -> AdapterSpec | None:
+    """What ``adapter_config.json`` and the files beside it say; None without one."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    config = _read_json(folder / ADAPTER_CONFIG)
+    try:
+        with (folder / WEIGHTS_FILE).open("rb") as file:
+            base = hashlib.file_digest(file, "sha256").digest()
+        return AdapterSpec(
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            targets=tuple(config["target_modules"]),
+            parameters=count_parameters(folder / ADAPTER_FILE),
+            dtype=dtype,
+            base=base,
+        )
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{folder} has no usable adapters: {error}") from None
 
 
 def count_parameters(path: Path) -> int:
@@ -68,15 +92,16 @@ def count_parameters(path: Path) -> int:
         raise RunFolderError(f"{path} is no readable safetensors file: {error}") from None
 
 
-def _eos_token(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
+def _end_tokens(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every token that ends a completion, the generation config's list before the model's own."""
     generation = folder / "generation_config.json"
     sources = [_read_json(generation)] if generation.is_file() else []
     for source in (*sources, inner, config):
-        token = source.get("eos_token_id")
-        if isinstance(token, list) and token:
-            token = token[0]
-        if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
-            return token
+        value = source.get("eos_token_id")
+        found = value if isinstance(value, list) else [value]
+        tokens = tuple(dict.fromkeys(token for token in found if type(token) is int and token >= 0))
+        if tokens:
+            return tokens[: 1 + _MOST_OTHER_ENDS]
     raise RunFolderError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
 
 

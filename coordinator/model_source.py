@@ -10,9 +10,11 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.manifest import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE
 from barnraise.protocol.spec import Dtype, EnvironmentSpec
 
 BUILT_IN = ("demo", "smollm2")
@@ -75,20 +77,41 @@ def _from_hub(model: str, progress: Progress) -> Path:
         ) from error
 
 
-def prepare_model(source: Path, target: Path, weights_dtype: Dtype, environment: EnvironmentSpec) -> None:
+class AdapterChoice(NamedTuple):
+    """Adapters that a run is to train instead of the model; ``targets`` empty: all linear layers."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+def prepare_model(
+    source: Path,
+    target: Path,
+    weights_dtype: Dtype,
+    environment: EnvironmentSpec,
+    adapter: AdapterChoice | None = None,
+    seed: int = 0,
+) -> None:
     """Copy a model into ``target`` as a run publishes it: one safetensors file in ``weights_dtype``.
 
     The model is loaded, draws a few tokens, and its tokenizer encodes a task of
-    ``environment``, so that what cannot work is refused before anything is signed.
+    ``environment``, so that what cannot work is refused before anything is signed. With
+    ``adapter`` the target also holds first adapters, drawn by ``seed``.
 
     Raises:
         BarnraiseError: the folder holds no model that can be loaded, or the tokenizer or
             the environment cannot be used.
     """
+    from barnraise.kernels import lora
     from barnraise.kernels.agreement import check_agreement
     from barnraise.kernels.models import load_policy, save_weights
     from barnraise.kernels.tokens import Codec
 
+    if (source / ADAPTER_CONFIG).is_file():
+        raise ModelSourceError(
+            f"{source} holds adapters ({ADAPTER_CONFIG}): merge them into their model and save it whole first"
+        )
     policy = load_policy(source, "float32")
     check_agreement(policy)
     prompt = build_environment(environment).task(0, held_out=True).prompt
@@ -97,4 +120,11 @@ def prepare_model(source: Path, target: Path, weights_dtype: Dtype, environment:
     for path in sorted(source.iterdir()):
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
-    save_weights(policy.model, target / "model.safetensors", weights_dtype)
+    save_weights(policy.model, target / WEIGHTS_FILE, weights_dtype)
+    if adapter is not None:
+        names = tuple(sorted(set(adapter.targets))) or lora.linear_targets(policy.model)
+        chosen = lora.Adapter(adapter.rank, adapter.alpha, names)
+        lora.attach_adapter(policy.model, chosen, policy.compute_dtype)
+        lora.start_adapter(policy.model, seed)
+        lora.write_adapter_config(chosen, target)
+        lora.save_adapter(policy.model, target / ADAPTER_FILE, weights_dtype)

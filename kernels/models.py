@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from barnraise.kernels.lora import Adapter, attach_adapter, load_adapter, read_adapter_config
 from barnraise.kernels.model_config import ModelError, check_derived, few_modules, read_config, read_json
 from barnraise.kernels.model_files import (
     DTYPES,
@@ -32,6 +33,7 @@ from barnraise.kernels.model_files import (
     save_weights,
     weight_files,
 )
+from barnraise.protocol.manifest import ADAPTER_FILE
 
 __all__ = [
     "DTYPES",
@@ -58,7 +60,7 @@ class Policy:
 
     ``head_weight`` [V, H] and ``head_bias`` [V] are the live parameters of the output
     head (``head_weight`` is the embedding where the two are tied); ``softcap`` is
-    Gemma's final logit soft cap, or None.
+    Gemma's final logit soft cap, or None. ``adapter``: what of it is trained, if not all.
     """
 
     model: nn.Module
@@ -69,6 +71,7 @@ class Policy:
     vocabulary: int
     softcap: float | None
     cache_argument: str  # what this architecture's forward calls its key-value cache
+    adapter: Adapter | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -106,6 +109,8 @@ class Policy:
 def load_policy(folder: Path, compute_dtype: str = "float32", device: str = "cpu") -> Policy:
     """Load ``config.json`` and safetensors (one file, or shards with an index) from ``folder``.
 
+    With an ``adapter_config.json`` there the adapters beside it are part of the policy.
+
     Args:
         compute_dtype: ``"float32"`` or ``"bfloat16"``: what the parameters are held and run in.
 
@@ -130,9 +135,14 @@ def load_policy(folder: Path, compute_dtype: str = "float32", device: str = "cpu
         model = _build(AutoModelForCausalLM, config, dtype)
     model.tie_weights()  # type: ignore[operator]
     copy_weights(model, files)
+    adapter = read_adapter_config(folder)
+    if adapter is not None:
+        attach_adapter(model, adapter, dtype)
+        load_adapter(model, folder / ADAPTER_FILE)
     model.to(device)
     model.eval()
     policy = _wrap(model, torch.device(device), dtype)
+    policy.adapter = adapter
     _check_head(policy, folder)
     return policy
 
@@ -195,11 +205,15 @@ def swap_weights(policy: Policy, path: Path) -> None:
     """Copy another version's weights into ``policy`` in place.
 
     ``path`` is a safetensors file or a model folder. Headers are checked first, so a
-    file that does not fit leaves the policy as it was.
+    file that does not fit leaves the policy as it was. Of a policy with adapters only
+    those are read: the base is the same in all versions.
 
     Raises:
         ModelError: missing, damaged, or of another architecture.
     """
+    if policy.adapter is not None:
+        load_adapter(policy.model, path / ADAPTER_FILE if path.is_dir() else path)
+        return
     files = weight_files(path) if path.is_dir() else (path,)
     check_fit(policy.model, read_headers(files), path)
     copy_weights(policy.model, files)

@@ -27,6 +27,8 @@ from barnraise.protocol.spec import RunSpec
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 LEAST_SHARD = 256 * 1024  # what is chosen; a manifest may have smaller ones
 _SHARDS_WANTED = 256
 MAX_SHARDS = 100_000  # 34 encoded bytes each: what fits, with room to spare, in a 4 MiB frame
@@ -64,12 +66,14 @@ def build_manifest(
     shard_size: int,
     created_at: int,
     put: Callable[[bytes, bytes], None],
+    known: Mapping[str, FileEntry] | None = None,
 ) -> Manifest:
     """Cut ``files`` (name in the version -> where it lies) and hand each shard to ``put(digest, data)``.
 
     Blocking, and as long as reading, hashing and storing all bytes takes: off the
     event loop. ``created_at`` is in ms. The result is not yet signed; its files
-    are in order of name, so that equal input gives an equal manifest.
+    are in order of name, so that equal input gives an equal manifest. Files in ``known``
+    were cut before, with this ``shard_size``: they are not read again.
 
     Raises:
         MalformedError: a file's name is not allowed, or the pieces are too many for one manifest.
@@ -84,6 +88,10 @@ def build_manifest(
             raise MalformedError(
                 f"file name {name!r} cannot be published: use letters, digits, '_', '-', '.'"
             )
+        if known and name in known:
+            entries.append(known[name])
+            total += len(known[name].shards)
+            continue
         whole = sha256()
         size = 0
         digests = []
@@ -172,7 +180,8 @@ def check_manifest(signed: Signed, spec: RunSpec, run_id: bytes) -> Manifest:
 def check_file_names(what: str, names: Sequence[str], spec: RunSpec, version: int) -> None:
     """Whether a version may consist of these files: the run's pinned assets and a set of weights.
 
-    A version of the block stage has one weight file for the scaffold and each block.
+    A version of the block stage has one weight file for the scaffold and each block; one of
+    adapters has the base, the same in all, and the adapters.
 
     Raises:
         MalformedError: they cannot; ``what`` begins the text.
@@ -189,6 +198,12 @@ def check_file_names(what: str, names: Sequence[str], spec: RunSpec, version: in
         if name not in names:
             raise MalformedError(f"{what}: {name}, pinned by the run spec, is missing")
     rest = set(names) - spec.model.assets.keys()
+    if spec.model.adapter is not None:
+        if rest != {WEIGHTS_FILE, ADAPTER_FILE}:
+            raise MalformedError(
+                f"{what}: a version with adapters is the base, {WEIGHTS_FILE}, and {ADAPTER_FILE}"
+            )
+        return
     weights = {name for name in rest if _WEIGHTS.fullmatch(name)}
     if not weights or (WEIGHTS_FILE in weights and len(weights) > 1):
         raise MalformedError(
@@ -241,12 +256,17 @@ def largest_version(spec: RunSpec, version: int) -> int:
     """
     blocks = spec.pretrain is not None and version <= last_block_version(spec.pretrain)
     width = 4 if blocks or spec.model.weights_dtype == "float32" else 2
-    return 2 * width * spec.model.parameters + ASSET_ALLOWANCE
+    adapter = spec.model.adapter
+    added = 0 if adapter is None else 2 * (4 if adapter.dtype == "float32" else 2) * adapter.parameters
+    return 2 * width * spec.model.parameters + added + ASSET_ALLOWANCE
 
 
 def _check_assets(manifest: Manifest, spec: RunSpec) -> None:
     by_name = {entry.path: entry for entry in manifest.files}
-    for name, digest in spec.model.assets.items():
+    pinned = dict(spec.model.assets)
+    if spec.model.adapter is not None:
+        pinned[WEIGHTS_FILE] = spec.model.adapter.base
+    for name, digest in pinned.items():
         if by_name[name].sha256 != digest:
             raise MalformedError(
                 f"manifest v{manifest.version}: {name} differs from the one that the run spec pins"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import MalformedError, SignatureError
+from barnraise.protocol.manifest import ADAPTER_CONFIG, WEIGHTS_FILE
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.pretrain import check_pretrain
 from barnraise.protocol.spec import RunSpec
@@ -28,6 +29,12 @@ def open_run_spec(signed: Signed) -> RunSpec:
         raise MalformedError(
             f"a run spec of phase {spec.phase!r} must say how it pretrains, and no other may"
         )
+    adapter = spec.model.adapter
+    if adapter is not None:
+        if spec.pretrain is not None:
+            raise MalformedError("a run that pretrains changes all weights: it cannot have adapters")
+        if ADAPTER_CONFIG not in spec.model.assets or WEIGHTS_FILE in spec.model.assets:
+            raise MalformedError(f"a run with adapters pins {ADAPTER_CONFIG}, and its base by digest alone")
     if spec.pretrain is not None:
         check_pretrain(spec.pretrain, spec.rollout.versions)
     return spec

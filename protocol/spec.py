@@ -22,8 +22,26 @@ Dtype = Literal["float32", "bfloat16"]
 Admission = Literal["open", "invite", "allow"]  # anybody; with an invite or on the list; on the list alone
 
 
-class ModelSpec(Message, frozen=True):
-    """The policy. Architecture and tokenizer are files of every manifest, pinned by ``assets``."""
+class AdapterSpec(Message, frozen=True):
+    """Low-rank adapters (arXiv 2106.09685), which alone are trained and published anew in every version.
+
+    The base is the file with SHA-256 ``base`` in every version, so that nobody fetches it twice.
+    ``barnraise.kernels.lora`` says what is computed.
+    """
+
+    rank: Annotated[int, Meta(ge=1, le=1024)]
+    alpha: Positive  # the low-rank term is multiplied by alpha / rank
+    targets: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]  # last parts of layers' names
+    parameters: Annotated[int, Meta(ge=1, le=2**50)]  # of the adapters together
+    dtype: Dtype  # as published
+    base: Digest
+
+
+class ModelSpec(Message, frozen=True, omit_defaults=True):
+    """The policy. Architecture and tokenizer are files of every manifest, pinned by ``assets``.
+
+    The last fields are left out of the encoding where they say nothing.
+    """
 
     name: Name
     parameters: Annotated[int, Meta(ge=1, le=2**50)]
@@ -32,6 +50,13 @@ class ModelSpec(Message, frozen=True):
     compute_dtype: Dtype  # what engines compute in; the thresholds of ``VerifySpec`` are calibrated for it
     eos_token: Count
     assets: Annotated[dict[Name, Digest], Meta(max_length=32)]  # file name -> SHA-256, all but weights
+    other_ends: Annotated[tuple[Count, ...], Meta(max_length=16)] = ()  # tokens that end a completion as well
+    adapter: AdapterSpec | None = None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """All tokens that end a completion."""
+        return frozenset((self.eos_token, *self.other_ends))
 
 
 class EnvironmentSpec(Message, frozen=True):
