@@ -29,8 +29,8 @@ from torch import Tensor
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.batches import Row, read_batch
 from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.learner_policy import trained_policy, write_policy
 from barnraise.coordinator.learner_shards import (
-    SHARDS_FOLDER,
     Processes,
     clip_gradients,
     gathered,
@@ -59,7 +59,8 @@ from barnraise.coordinator.workers import (
 )
 from barnraise.kernels.generate import greedy
 from barnraise.kernels.grpo import LossStats
-from barnraise.kernels.models import Policy, load_policy, save_tensors, save_weights, swap_weights
+from barnraise.kernels.lora import adapter_off
+from barnraise.kernels.models import Policy, load_policy, save_tensors
 from barnraise.kernels.tokens import Codec
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError
@@ -97,6 +98,11 @@ class Trainer:
         self._bytes = micro_batch_bytes
         self._recompute = recompute
         self._processes = processes
+        if processes is not None and self.spec.model.adapter is not None:
+            raise RunFolderError(
+                "a run with adapters is trained by one process: its base is not sharded; "
+                "start the coordinator with one learner process"
+            )
         self._first = processes is None or processes.rank == 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._environment = build_environment(self.spec.environment)
@@ -245,6 +251,10 @@ class Trainer:
 
     @torch.no_grad()
     def _reference_logprobs(self, rows: Sequence[Row]) -> Tensor:
+        if self.spec.model.adapter is not None:  # adapters begin as nothing: the base is the first policy
+            with adapter_off(self._sound.policy.model):
+                base: Tensor = self._sound(rows)[0]
+            return base
         if self._reference is None:
             first = first_policy(self.spec)
             policy = load_policy(checkpoint_folder(self.folder, first), "float32", self._device)
@@ -268,7 +278,7 @@ class Trainer:
         ]
         prompts = [self._codec.encode_prompt(task.prompt) for task in tasks]
         limit = self.spec.sampling.max_new_tokens
-        answers = greedy(policy, prompts, limit, self.spec.model.eos_token, max_batch=64)
+        answers = greedy(policy, prompts, limit, self.spec.model.ends, max_batch=64)
         scorer = Scorer(self.spec.environment)  # a policy's answers are as untrusted as a stranger's
         try:
             texts = [self._codec.decode(answer) for answer in answers]
@@ -289,18 +299,15 @@ class Trainer:
                 f"{checkpoints.complete_versions(self.folder)}"
             )
         self._version = self._scores = self._optimizer = None  # free the old ones before reading
-        policy = load_policy(folder, "float32", "cpu" if self._processes else self._device)
-        if (folder / checkpoints.MASTER_FILE).is_file():
-            swap_weights(policy, folder / checkpoints.MASTER_FILE)
-        policy.model.requires_grad_(True)
+        policy = trained_policy(folder, self.spec, "cpu" if self._processes else self._device)
         scores = Scores(policy, self.spec)
         if self._recompute:
             recompute_layers(policy)
         if self._processes is not None:
             shard(scores, self._processes, train=True)
         optimizer = make_optimizer(policy, self.spec.grpo)
-        if (folder / SHARDS_FOLDER).is_dir():
-            read_shards(policy, optimizer, folder / SHARDS_FOLDER)
+        if (folder / checkpoints.SHARDS_FOLDER).is_dir():
+            read_shards(policy, optimizer, folder / checkpoints.SHARDS_FOLDER)
         elif (folder / checkpoints.OPTIMIZER_FILE).is_file():
             _restore_optimizer(policy, optimizer, folder / checkpoints.OPTIMIZER_FILE)
         elif record is not None and version > 0 and not record.fresh_optimizer:
@@ -322,10 +329,8 @@ class Trainer:
 
     def _write_tensors(self, folder: Path) -> None:
         assert self._optimizer is not None
-        policy, dtype = self._sound.policy, self.spec.model.weights_dtype
-        save_weights(policy.model, folder / checkpoints.WEIGHTS_FILE, dtype)
-        if dtype != "float32":
-            save_weights(policy.model, folder / checkpoints.MASTER_FILE, "float32")
+        policy = self._sound.policy
+        write_policy(policy, self.spec, folder, checkpoint_folder(self.folder, 0))
         save_tensors(_optimizer_tensors(policy, self._optimizer), folder / checkpoints.OPTIMIZER_FILE)
 
     def _save_together(self, version: int, record: Callable[[float], Record], processes: Processes) -> Record:
@@ -344,7 +349,7 @@ class Trainer:
             processes.agree()  # the folder is there
             assert self._optimizer is not None
             policy, problem = self._sound.policy, ""
-            shards = start_writing(policy, self._optimizer, folder / SHARDS_FOLDER, processes)
+            shards = start_writing(policy, self._optimizer, folder / checkpoints.SHARDS_FOLDER, processes)
             weights = gathered(policy, self.spec.model.weights_dtype, keep=self._first)
             accuracy = NOT_EVALUATED
             try:
@@ -361,7 +366,7 @@ class Trainer:
                     and "heckpoint" not in type(error).__name__
                 ):
                     raise
-                problem = f"cannot write {folder / SHARDS_FOLDER}: {error}"
+                problem = f"cannot write {folder / checkpoints.SHARDS_FOLDER}: {error}"
             processes.agree(problem)
             made = record(accuracy)
             return made

@@ -3,27 +3,32 @@
 The event loop never waits for a gradient, and what training does to its process
 (memory, crashes) stays there (R5). A job is safe to send again: a version that was
 finished is reported, one that was cut short is made anew from the last checkpoint.
-The parent's side imports no torch.
+The parent's side imports no torch. A learner of several processes (``LearnerScale``) is one child
+to the parent: the first process, which starts or meets the others (``learner_launch``).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
 from msgspec import Struct
 
 from barnraise.coordinator.block_workers import RecombineJob, RoundJob, StageProgress
-from barnraise.coordinator.workers import Report, Trained, TrainJob, WorkerSetup
+from barnraise.coordinator.workers import LearnerScale, Report, Trained, TrainJob, WorkerSetup
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
 
 if TYPE_CHECKING:
+    from barnraise.coordinator.learner_launch import Others
+    from barnraise.coordinator.learner_shards import Processes
     from barnraise.coordinator.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -40,6 +45,8 @@ class SetUp(Struct, frozen=True, kw_only=True, tag=True):
 
     worker: WorkerSetup
     micro_batch_bytes: int
+    processes: int = 1
+    recompute: bool = False
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag=True):
@@ -50,6 +57,9 @@ class InitialJob(Struct, frozen=True, kw_only=True, tag=True):
     """Request: evaluate version 0, or report it again. The reply is ``Trained``."""
 
 
+Requests = SetUp | InitialJob | TrainJob | RoundJob | RecombineJob
+
+
 class _SetUpRefused(ChildError):
     """The child lived long enough to say why it cannot work for this run."""
 
@@ -57,8 +67,16 @@ class _SetUpRefused(ChildError):
 class ChildLearner:
     """The learner seam over a child, which is started when first needed and after it died."""
 
-    def __init__(self, setup: WorkerSetup, log_path: Path | None = None) -> None:
-        """``log_path``: file to which the child's messages are appended; None shares ours."""
+    def __init__(
+        self, setup: WorkerSetup, log_path: Path | None = None, scale: LearnerScale | None = None
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            log_path: file to which the child's messages are appended; None shares ours.
+            scale: over how many processes; one by default.
+        """
+        self._scale = scale or LearnerScale()
         self.on_progress: Report = lambda subject, fraction: None
         self._setup = setup
         self._log = log_path
@@ -122,14 +140,30 @@ class ChildLearner:
             return self._child
         await self._end_child()
         threads = str(max(1, self._setup.threads))
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self._scale.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._scale.devices
+        torchrun = ("torch.distributed.run", *self._scale.torchrun, "-m") if self._scale.torchrun else ()
         child = await Child.start(
-            [sys.executable, "-m", "barnraise.coordinator.learner_child"],
+            [sys.executable, "-m", *torchrun, "barnraise.coordinator.learner_child"],
             name="learner",
             log=self._log,
-            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            env=environment,
         )
         try:
-            await child.request(SetUp(worker=self._setup, micro_batch_bytes=self._micro_batch_bytes), Ready)
+            await child.request(
+                SetUp(
+                    worker=self._setup,
+                    micro_batch_bytes=self._micro_batch_bytes,
+                    processes=self._scale.processes,
+                    recompute=self._scale.recompute,
+                ),
+                Ready,
+            )
         except BaseException as error:
             refused = isinstance(error, ChildError) and child.alive
             await child.kill()  # half set up, it would refuse everything else
@@ -143,26 +177,83 @@ class ChildLearner:
 def main() -> None:
     """The child's main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
+    if os.environ.get("RANK", "0") != "0":
+        _follow()
     workshop: Workshop | None = None
+    processes: Processes | None = None
+    others: Others | None = None
 
-    def handle(
-        request: SetUp | InitialJob | TrainJob | RoundJob | RecombineJob, send: Send
-    ) -> Ready | Trained:
-        nonlocal workshop
+    def handle(request: Requests, send: Send) -> Ready | Trained:
+        nonlocal workshop, processes, others
         import torch
-
-        from barnraise.coordinator.workshop import Workshop
 
         if isinstance(request, SetUp):
             torch.set_num_threads(max(1, request.worker.threads))
-            workshop = Workshop(request.worker, request.micro_batch_bytes)
-            return Ready()
-        if workshop is None:
+            if request.processes > 1:
+                from barnraise.coordinator import learner_launch
+
+                processes, others = learner_launch.join(request.processes)
+        elif workshop is None:
             raise BarnraiseError("the learner was asked before it was set up")
+        if processes is None or others is None:
+            return perform(request, send)
+        return _together(processes, others, request, lambda: perform(request, send))
+
+    def perform(request: Requests, send: Send) -> Ready | Trained:
+        nonlocal workshop
+        from barnraise.coordinator.workshop import Workshop
+
+        if isinstance(request, SetUp):
+            workshop = Workshop(request.worker, request.micro_batch_bytes, request.recompute, processes)
+            return Ready()
+        assert workshop is not None
         workshop.on_progress = _sparing(send)
         return workshop.initial() if isinstance(request, InitialJob) else workshop.make(request)
 
-    serve(handle, SetUp | InitialJob | TrainJob | RoundJob | RecombineJob)
+    serve(handle, Requests)
+
+
+def _together(
+    processes: Processes, others: Others, request: Requests, perform: Callable[[], Ready | Trained]
+) -> Ready | Trained:
+    """Have all processes do a request; a death among them ends this one, with the reason."""
+    from barnraise.coordinator import learner_launch
+
+    refused: BarnraiseError | None = None
+    made: Ready | Trained | None = None
+    try:
+        learner_launch.tell(processes, request)
+        try:
+            made = perform()
+        except BarnraiseError as error:
+            refused = error
+        learner_launch.settle(processes, refused is not None)
+    except Exception as error:
+        raise others.explain(error) from error
+    if refused is not None:
+        raise refused
+    assert made is not None
+    return made
+
+
+def _follow() -> NoReturn:
+    """The main thread of any learner process but the first."""
+    import torch
+
+    from barnraise.coordinator import learner_launch
+    from barnraise.coordinator.workshop import Workshop
+
+    workshop: Workshop | None = None
+
+    def handle(request: Requests, processes: Processes) -> None:
+        nonlocal workshop
+        if isinstance(request, SetUp):
+            torch.set_num_threads(max(1, request.worker.threads))
+            workshop = Workshop(request.worker, request.micro_batch_bytes, request.recompute, processes)
+        elif workshop is not None and not isinstance(request, InitialJob):
+            workshop.assist(request)
+
+    learner_launch.follow(handle, Requests)
 
 
 def _sparing(send: Send) -> Report:

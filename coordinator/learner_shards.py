@@ -32,8 +32,6 @@ from barnraise.protocol.errors import RunFolderError, StorageError
 
 log = logging.getLogger(__name__)
 
-SHARDS_FOLDER = "shards"
-"""Beside the published weights: float32 weights and the optimiser's state, a file per process."""
 PATIENCE = datetime.timedelta(days=3650)
 """A process that ends closes its connections, and that is noticed at once; slowness is no error."""
 
@@ -99,14 +97,9 @@ def connect(store: Any, rank: int, count: int, device: torch.device) -> Processe
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
     control, writing = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
-    return Processes(
-        rank=rank,
-        count=count,
-        device=device,
-        mesh=init_device_mesh(device.type, (count,)),
-        control=control,
-        writing=writing,
-    )
+    mesh = init_device_mesh(device.type, (count,))
+    dist.barrier(group=control)  # nobody needs the store any more, which whoever made it may now remove
+    return Processes(rank=rank, count=count, device=device, mesh=mesh, control=control, writing=writing)
 
 
 def shard(scores: Scores, processes: Processes, *, train: bool) -> None:

@@ -65,7 +65,8 @@ class Scores(nn.Module):
         """Float32 [sum T_i] each, row after row."""
         policy, sampling = self.policy, self.spec.sampling
         targets = torch.tensor([token for row in rows for token in row.tokens], device=policy.device)
-        reduced = self.spec.model.compute_dtype == "bfloat16"
+        # A frozen base is in the compute dtype already, and its layers cast the adapters: as nodes compute.
+        reduced = self.spec.model.compute_dtype == "bfloat16" and policy.adapter is None
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=reduced):
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
             if self.packs and packed_tokens(prompts, tokens) <= (1 - LEAST_SAVING) * _padded(rows):
@@ -143,6 +144,11 @@ def gradients(
         The loss is not finite where something went wrong, and then the gradient is to be dropped.
     """
     spec = scores.spec.grpo
+    if share.processes > 1:  # no process idle for want of pieces
+        together = sum(len(row.prompt) + len(row.tokens) for row in rows)
+        if scores.packs:
+            together = packed_tokens([row.prompt for row in rows], [row.tokens for row in rows])
+        tokens = min(tokens, -(-together // share.processes))
     micro = micro_batches(rows, tokens, scores.packs)
     lengths = torch.tensor([len(row.tokens) for part in micro for row in part])
     weights = token_weights(lengths, spec.loss_aggregation)

@@ -159,6 +159,20 @@ class WorkerSetup(Struct, frozen=True, kw_only=True, tag=True):
     threads: int
 
 
+class LearnerScale(Struct, frozen=True, kw_only=True):
+    """How the learner is spread out. None of it changes what is learnt, but for rounding.
+
+    ``recompute``: keep no activations inside of decoder layers (less memory, a forward pass more).
+    ``devices``: the CUDA devices that it may use, empty for all. ``torchrun``: options with which
+    torchrun starts the processes, here and on other machines; empty: all are started here.
+    """
+
+    processes: int = 1
+    recompute: bool = False
+    devices: str = ""
+    torchrun: tuple[str, ...] = ()
+
+
 def first_policy(spec: RunSpec) -> int:
     """The version that post-training begins with: 0, or the model that the block stage ends in."""
     return 0 if spec.pretrain is None else model_version(spec.pretrain)

@@ -94,7 +94,7 @@ def serve(
             ``request_types``, too); it must be quick, and raise nothing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     _die_first()
     sys.stdout.flush()
     incoming, outgoing = os.dup(0), os.dup(1)
@@ -209,7 +209,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it ends (Linux only)."""
     # A parent that died before this line is noticed by the reader thread: its pipe is closed.
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

@@ -14,7 +14,7 @@ from learner_support import make_run, next_job
 from msgspec import structs
 from safetensors.torch import load_file
 
-from barnraise.coordinator import checkpoints, learner
+from barnraise.coordinator import checkpoints, learner, learner_policy
 from barnraise.coordinator.batches import read_batch
 from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
@@ -309,7 +309,8 @@ def test_a_kill_anywhere_in_saving_leaves_the_previous_version_usable(
         Trainer(each).train(next_job(each, 1))
     Trainer(undisturbed).train(next_job(undisturbed, 2))
     job = next_job(setup, 2)
-    owner: Any = {"write_record": checkpoints, "rename": checkpoints.os}.get(where, learner)
+    elsewhere = {"write_record": checkpoints, "rename": checkpoints.os, "save_weights": learner_policy}
+    owner: Any = elsewhere.get(where, learner)
     with monkeypatch.context() as patch:
         patch.setattr(owner, where, kill)
         with pytest.raises(Killed):
