@@ -19,6 +19,7 @@ import trio
 from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.folder import Run, open_run
+from barnraise.coordinator.scale import Spread
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
@@ -47,6 +48,7 @@ def run_from_folder(
     verify_all: bool = False,
     replay: bool = False,
     http: Bind | None = None,
+    spread: Spread = Spread(),
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -60,7 +62,7 @@ def run_from_folder(
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
     ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
-    serve the page, the API and the metrics; None: nowhere.
+    serve the page, the API and the metrics; None: nowhere. ``spread``: the learner's processes, and devices.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -79,6 +81,7 @@ def run_from_folder(
                 pressure,
                 replay,
                 http,
+                spread,
             )
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
@@ -103,10 +106,21 @@ async def _main(
     pressure: Pressure | None,
     replay: bool,
     http: Bind | None,
+    spread: Spread,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            options = (threads, verifiers, mirrors, upload_copies, relay_bytes_s, pressure, replay, http)
+            options = (
+                threads,
+                verifiers,
+                mirrors,
+                upload_copies,
+                relay_bytes_s,
+                pressure,
+                replay,
+                http,
+                spread,
+            )
             nursery.start_soon(_serve, run, listen, *options)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
@@ -126,6 +140,7 @@ async def _serve(
     pressure: Pressure | None,
     replay: bool,
     http: Bind | None,
+    spread: Spread,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -137,8 +152,8 @@ async def _serve(
                 run_coordinator,
                 run,
                 network,
-                _verifiers(setup, run.path / "verifier.log", verifiers),
-                ChildLearner(setup, run.path / "learner.log"),
+                _verifiers(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
+                ChildLearner(setup, run.path / "learner.log", spread.learner),
                 mirrors=mirrors,
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,
@@ -155,16 +170,14 @@ async def _serve(
                 log.info("page: %s", url)
 
 
-def _verifiers(setup: WorkerSetup, log_path: Path, count: int) -> VerifierPool:
-    """A pool of children, spread over the accelerators if there are any. All share one log."""
+def _verifiers(setup: WorkerSetup, log_path: Path, count: int, chosen: tuple[str, ...]) -> VerifierPool:
+    """A pool of children, spread over the ``chosen`` devices, or all if there are any. All share one log."""
     from barnraise.coordinator.verifier_child import ChildVerifier
 
-    devices = visible_accelerators() or ("",)
+    devices = chosen or visible_accelerators() or ("",)
+    count = count or (len(chosen) if chosen else automatic_verifiers(setup.threads))
     return VerifierPool(
-        [
-            ChildVerifier(setup, log_path, devices[number % len(devices)])
-            for number in range(count or automatic_verifiers(setup.threads))
-        ]
+        [ChildVerifier(setup, log_path, devices[number % len(devices)]) for number in range(count)]
     )
 
 
