@@ -15,13 +15,19 @@ from pathlib import Path
 
 import msgspec
 
-from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE, OUTER_FILE
+from barnraise.coordinator.checkpoints import MASTER_FILE, OPTIMIZER_FILE, OUTER_FILE, SHARDS_FOLDER
 from barnraise.coordinator.opening import OpeningWriter, Tell
 from barnraise.coordinator.patching import Previous, expected_bases, offer_patches, patch_places
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
-from barnraise.protocol.manifest import WEIGHTS_FILE, build_manifest, entry_shards, fitting_shard_size
-from barnraise.protocol.messages import MAX_SHARD, Manifest, Message, Signed
+from barnraise.protocol.manifest import (
+    ADAPTER_FILE,
+    WEIGHTS_FILE,
+    build_manifest,
+    entry_shards,
+    fitting_shard_size,
+)
+from barnraise.protocol.messages import MAX_SHARD, FileEntry, Manifest, Message, Signed
 from barnraise.protocol.pretrain import last_block_version, part_name
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
@@ -39,6 +45,8 @@ def version_files(run_folder: Path, spec: RunSpec, version: int, weights: str) -
         parts = (part_name(spec.pretrain, part) for part in range(spec.pretrain.blocks + 1))
         return files | {name: folder / name for name in parts}
     files[WEIGHTS_FILE] = run_folder / weights
+    if spec.model.adapter is not None:
+        files[ADAPTER_FILE] = folder / ADAPTER_FILE
     return files
 
 
@@ -77,11 +85,12 @@ def publish(
                     f"{files[name]} is not the file that the run spec names; restore it from checkpoint 0"
                 )
         writer = None
-        if tell is not None:
+        known = {} if previous is None else _unchanged(spec, previous.manifest, shard_size)
+        if tell is not None and not known:
             bases = expected_bases(version, previous)
             writer = OpeningWriter(run_id, version, files, shard_size, now_ms, bases, store, sign, tell)
         put = _keep_nothing if writer is None else writer.put
-        manifest = build_manifest(run_id, version, files, shard_size, now_ms, put)
+        manifest = build_manifest(run_id, version, files, shard_size, now_ms, put, known)
         if writer is not None and bases:
             writer.finish()
     except FileNotFoundError as error:
@@ -91,12 +100,19 @@ def publish(
         ) from None
     except OSError as error:
         raise StorageError(f"cannot read checkpoint {version} of {run_folder}: {error}") from error
-    if previous is not None:
+    if previous is not None and spec.model.adapter is None:  # adapters change in every number
         patches = offer_patches(run_folder, manifest, files, previous)
         manifest = msgspec.structs.replace(manifest, patches=patches)
     manifest = msgspec.structs.replace(manifest, mirrors=mirrors)
     serve(run_folder, store, manifest, files)
     return sign(manifest), manifest
+
+
+def _unchanged(spec: RunSpec, previous: Manifest, shard_size: int) -> dict[str, FileEntry]:
+    """What of the version before need not be cut and hashed again: the base of a run with adapters."""
+    if spec.model.adapter is None or previous.shard_size != shard_size:
+        return {}
+    return {entry.path: entry for entry in previous.files if entry.path == WEIGHTS_FILE}
 
 
 def _keep_nothing(digest: bytes, data: bytes) -> None:
@@ -148,3 +164,4 @@ def slim(run_folder: Path, head: int) -> None:
                 (folder / name).unlink(missing_ok=True)
             except OSError as error:
                 log.warning("cannot delete %s: %s", folder / name, error)
+        shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)
