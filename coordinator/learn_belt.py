@@ -30,7 +30,9 @@ from barnraise.coordinator.block_workers import (
 )
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionTrained
+from barnraise.coordinator.operator_events import RollbackOrdered
 from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.rollback import take_up_again
 from barnraise.coordinator.workers import BatchPart, Learner, Trained, TrainJob
 from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, ChildError, RunFolderError
@@ -57,9 +59,13 @@ class LearnBelt:
     serial: bool = False
 
     async def run(self) -> None:
-        """Raise the policy until the last version is trained."""
+        """Raise the policy until the last version is trained, and further if the operator wants more."""
         pause = FIRST_RETRY_S
-        while self.core.state.made < self.core.settings.rollout.versions:
+        while True:
+            changed = self.core.changed
+            if self.core.state.made >= self.core.settings.rollout.versions:
+                await changed.wait()
+                continue
             try:
                 await self._one_version()
                 self.progress.learner_trouble = ""
@@ -83,6 +89,11 @@ class LearnBelt:
             await self._hand_over(await self.learner.train(job), job.version)
             return
         batch = await self._batch()
+        if isinstance(batch, RollbackOrdered):
+            version, earlier = core.state.made + 1, batch.to_version
+            again = await core.offload(lambda: take_up_again(self.run_folder, version, earlier))
+            await self._hand_over(again, version)
+            return
         self.progress.begin("training")
         await self._hand_over(await self.learner.train(await job_of(core, batch)), batch.version)
 
@@ -97,7 +108,7 @@ class LearnBelt:
             changed, now = core.changed, core.now_ms()
             publishing = core.state.unpublished is not None
             self.progress.begin("publishing" if publishing else "collecting")
-            formed = form_round(core.state, pretrain, now)
+            formed = None if core.state.operations.paused else form_round(core.state, pretrain, now)
             if formed is not None:
                 await core.record([formed])
                 continue
@@ -105,15 +116,19 @@ class LearnBelt:
             with trio.move_on_after(left if left > 0 else math.inf):
                 await changed.wait()
 
-    async def _batch(self) -> BatchFormed:
+    async def _batch(self) -> BatchFormed | RollbackOrdered:
         core = self.core
         while True:
+            if core.state.operations.rollback is not None:
+                await core.record([])
+                return core.state.operations.rollback
             if core.state.batch is not None:
                 await core.record([])  # durable before the learner starts
                 return core.state.batch
             if self.serial:
                 await self._published()
-            self.progress.begin("collecting" if core.state.head >= 0 else "publishing")
+            paused = core.state.operations.paused is not None
+            self.progress.begin("publishing" if core.state.head < 0 else "paused" if paused else "collecting")
             changed = core.changed
             formed = scheduler.form_batch(core.state, core.settings.rollout, core.now_ms())
             if formed is None:

@@ -160,6 +160,7 @@ async def _serve(
                 pressure=pressure,
                 replay=replay,
                 http=listeners,
+                end=partial(os.kill, os.getpid(), signal.SIGTERM),
             )
             await nursery.start(serve)
             calm_collector()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the state's fold imports this module
 
 INVITES_KEPT = 4_096
 ALLOWED_KEPT = 65_536
+GIVEN_UP_KEPT = 16  # only those within max_lag of the head matter
 
 
 @dataclass(slots=True)
@@ -55,6 +56,11 @@ class Operations:
     paused: RunPaused | None = None
     rollback: RollbackOrdered | None = None  # ordered, its version not trained yet
     rollbacks: int = 0
+    given_up: list[tuple[int, int]] = field(default_factory=list)  # versions, first and last, newest last
+
+    def is_given_up(self, version: int) -> bool:
+        """Whether work at a policy version is of a branch that a rollback left."""
+        return any(first <= version <= last for first, last in self.given_up)
 
 
 def apply_operator(state: State, event: OperatorEvent) -> None:
@@ -125,5 +131,7 @@ def _roll_back(state: State, event: RollbackOrdered) -> None:
         raise EventError("a rollback was ordered already")
     for submission_id in list(state.pool):
         leave_pool(state, submission_id, "stale")
-    state.operations.rollback = event
-    state.operations.rollbacks += 1
+    mine = state.operations
+    mine.rollback = event
+    mine.rollbacks += 1
+    mine.given_up = [*mine.given_up, (event.to_version + 1, state.head)][-GIVEN_UP_KEPT:]

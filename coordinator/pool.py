@@ -19,7 +19,8 @@ def enter_pool(state: State, submission: Submission, rewards: tuple[float, ...])
     terms = submission.lease
     submission.rewards = rewards
     submission.usable = usable_groups(rewards, terms.group_size)
-    if state.made - terms.policy_version > state.max_lag:
+    given_up = state.operations.is_given_up(terms.policy_version)
+    if given_up or state.made - terms.policy_version > state.max_lag:
         submission.status = "stale"
         return
     submission.status = "accepted"

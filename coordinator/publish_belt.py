@@ -66,10 +66,15 @@ class PublishBelt:
     opens: bool = True
 
     async def run(self) -> None:
-        """Publish until the run is complete. Call ``serve_head`` first."""
+        """Publish for ever. Call ``serve_head`` first."""
         pause = FIRST_RETRY_S
-        while not scheduler.is_complete(self.core.state, self.core.settings.rollout):
+        complete = False
+        while True:
             changed, due = self.core.changed, self.core.state.unpublished
+            if scheduler.is_complete(self.core.state, self.core.settings.rollout) and not complete:
+                self.progress.learner = "complete"
+                self.hub.broadcast(run_complete(self.core))
+            complete = scheduler.is_complete(self.core.state, self.core.settings.rollout)
             if due is None:
                 await changed.wait()
                 continue
@@ -85,8 +90,6 @@ class PublishBelt:
                 pause = min(pause * 2, LAST_RETRY_S)
             finally:
                 self.progress.publishing = None
-        self.progress.learner = "complete"
-        self.hub.broadcast(run_complete(self.core))
 
     async def serve_head(self) -> None:
         """After a restart: serve the head's shards again, out of its checkpoint."""

@@ -116,6 +116,12 @@ def _refuse_version(state: State, spec: RolloutSpec, policy_version: int) -> Wai
         return Wait("the last version is being published", DONE_RETRY_MS // 12)
     if policy_version > state.head:
         return Wait(f"version {policy_version} does not exist, the head is {state.head}", BUSY_RETRY_MS)
+    if state.operations.rollback is not None or state.operations.is_given_up(policy_version):
+        return Wait(
+            f"version {policy_version} was given up: the run goes back to an earlier one; load the newest "
+            "version and ask again",
+            BUSY_RETRY_MS,
+        )
     if policy_version < state.made - spec.max_lag:
         if policy_version == state.head:
             return Wait(f"version {state.made} is being published", BUSY_RETRY_MS // 2)
@@ -196,6 +202,8 @@ def form_batch(state: State, spec: RolloutSpec, now_ms: int) -> BatchFormed | Su
     Submissions are taken whole, oldest verdict first.
     """
     if state.batch is not None or state.head < 0 or state.made >= spec.versions:
+        return None
+    if state.operations.paused is not None or state.operations.rollback is not None:
         return None
     if state.pool_usable < spec.groups_per_version and state.pool_groups < spec.max_groups_per_version:
         return None  # whatever the order in the pool: asked after every commit, answered without a walk

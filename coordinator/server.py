@@ -36,6 +36,8 @@ from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.folder import Run
+from barnraise.coordinator.guard_belt import GuardBelt
+from barnraise.coordinator.guards import GuardLimits
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
@@ -50,6 +52,7 @@ from barnraise.coordinator.snapshot import Snapshots
 from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
+from barnraise.coordinator.steering import pause, resume, roll_back, stop
 from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import Learner, Verifier
@@ -107,6 +110,8 @@ async def run_coordinator(
     pressure: Pressure | None = None,
     replay: bool = False,
     http: Sequence[trio.SocketListener] | None = None,
+    guards: GuardLimits = GuardLimits(),
+    end: Callable[[], None] | None = None,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -170,6 +175,8 @@ async def run_coordinator(
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
         core.listeners.append(partial(tell_amendments, hub))
+        guard = GuardBelt(core, hub, guards)
+        core.listeners.append(guard.hear)
         learner.on_progress = progress.note
         get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path, public_log)
         web = None
@@ -190,6 +197,10 @@ async def run_coordinator(
                         "export-ledger": partial(_export, run, core),
                         "ban": partial(ban, core),
                         "unban": partial(unban, core),
+                        "pause": partial(pause, core),
+                        "resume": partial(resume, core),
+                        "rollback": partial(roll_back, core, run.path),
+                        "stop": partial(stop, end or nursery.cancel_scope.cancel),
                         "amend": partial(amend, core),
                         "invite": partial(make_invite, core),
                         "revoke-invite": partial(revoke_invite, core),
@@ -218,6 +229,7 @@ async def run_coordinator(
                 nursery.start_soon(AppealBelt(core, verifier).run)
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
+                nursery.start_soon(guard.run)
                 nursery.start_soon(_tick, core, sessions, deadlines, pressure is not None)
                 if web is not None:
                     nursery.start_soon(web.run, http or ())

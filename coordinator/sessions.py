@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 
 JOIN_WITHIN_MS = 15_000
 RENAME_AFTER_MS = 600_000
+PAUSED_MS = 30_000
 NOT_ADMITTED_MS = 300_000  # until a key that may not have work asks again
 RECEIPTS_GIVEN = 256
 THREAD_BYTES = 128 * 1024  # hashing and verifying more than this would be felt by everybody else
@@ -236,6 +237,9 @@ class Sessions:
     async def _lease(self, live: Live, message: LeaseRequest) -> Message:
         core, desk = self._core, self._desk
         node, now, spec = self._node(live), core.now_ms(), core.settings.rollout
+        paused = core.state.operations.paused
+        if paused is not None:
+            return later(message, scheduler.Wait(f"the run is paused: {paused.reason}", PAUSED_MS))
         if not is_admitted(core, live.key):
             return later(message, scheduler.Wait(why_not(core), NOT_ADMITTED_MS))
         if desk is not None and desk.in_blocks():

@@ -13,9 +13,10 @@ from barnraise.coordinator.block_status import block_state, round_in_words, stag
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.log_belt import LogBelt
+from barnraise.coordinator.operator_events import AlarmRaised
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
-from barnraise.coordinator.state import Node
+from barnraise.coordinator.state import Node, State
 from barnraise.coordinator.submissions import bytes_per_token
 from barnraise.protocol.identity import peer_id_of
 from barnraise.protocol.network import Network
@@ -92,6 +93,13 @@ def state_tree(
         "ledger_size": len(core.ledger),
         "witnesses": None if public_log is None else public_log.witnesses(),
         "complete": complete,
+        "paused": _paused(state),
+        "alarms": [alarm_fields(alarm) for alarm in state.operations.alarms.values()],
+        "admission": spec.admission,
+        "amendments": len(state.operations.amendments),
+        "rolling_back_to": None
+        if state.operations.rollback is None
+        else state.operations.rollback.to_version,
         "address": addresses[0] if addresses else "",
         "addresses": list(addresses),
         "started_ms": started_ms,
@@ -99,10 +107,30 @@ def state_tree(
     }
 
 
+def _paused(state: State) -> dict[str, Any] | None:
+    paused = state.operations.paused
+    return None if paused is None else {"by": paused.by, "reason": paused.reason, "since_ms": paused.at_ms}
+
+
+def alarm_fields(alarm: AlarmRaised) -> dict[str, Any]:
+    """An alarm as plain values."""
+    return {
+        "kind": alarm.kind,
+        "text": alarm.text,
+        "value": alarm.value,
+        "limit": alarm.limit,
+        "version": alarm.version,
+        "since_ms": alarm.at_ms,
+    }
+
+
 def _reason(core: Core, progress: Progress) -> str:
     """What keeps the run from going on, if anything does (R3)."""
     if core.trouble:
         return core.trouble
+    if core.state.operations.paused is not None:
+        paused = core.state.operations.paused
+        return f"paused by {'a guard' if paused.by == 'guard' else 'the operator'}: {paused.reason}"
     if progress.learner_trouble:
         return f"learner: {progress.learner_trouble}"
     if progress.publisher_trouble:

@@ -31,6 +31,7 @@ from barnraise.tui import (
     ledger,
     limits,
     logs,
+    oversee,
     receipts,
     report,
     runs,
@@ -52,6 +53,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+oversee.register(coordinate.app)
 app.add_typer(runs.app, name="run")
 app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(admit.app, name="admit")

@@ -106,6 +106,9 @@ def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) ->
         ):
             if reason.startswith(part):
                 add(reason, cure)
+    for guard in core.state.operations.alarms.values():
+        what, _, cure = guard.text.partition(": ")
+        add(what, cure)
     alarm = str((state.get("witnesses") or {}).get("alarm", ""))
     if alarm:
         add(alarm, "Stop this coordinator until you know which of the two histories is the run's.", "ledger")

@@ -1,0 +1,281 @@
+"""What a run's numbers say about its health: pure functions of the history, and what to do about it.
+
+Training by reinforcement collapses in known ways, mostly announced by numbers that
+every version records: rewards fall, entropy vanishes or explodes, gradients grow,
+the policy runs away from what generated its data (INTELLECT-2, section 4, saw
+gradient norms and entropy rise before a collapse). A guard compares the newest
+versions with the run's own past, so that one set of limits fits many runs. All
+limits are in ``GuardLimits``; none of them is about a single version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from barnraise.coordinator.state_parts import VersionInfo
+from barnraise.coordinator.workers import TrainStats
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e6)]
+Small = Annotated[int, Meta(ge=1, le=1000)]
+
+
+class GuardLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a guard speaks up. ``recent`` versions are compared with the ``past`` ones before them.
+
+    Attributes:
+        pause: whether guards of the grave kinds may pause the run by themselves.
+        recent, past: versions.
+        reward_share: alarm where the median reward falls below this share of the past's best level.
+        accuracy_share: the same for the held-out accuracy's newest value against its best.
+        entropy_low, entropy_high: alarm where entropy leaves this range, as shares of the past's median.
+        gradient_times: alarm where the median gradient norm exceeds the past's so many times.
+        clip_share: mean share of tokens whose ratio was clipped.
+        kl: nats per token from the policy that generated to the new one, mean.
+        usable_share: least share of groups with a non-zero advantage.
+        stale_share: mean lag as a share of ``max_lag``.
+        backlog_s: age of the oldest submission that waits for its verdict, seconds.
+        volunteers_share: alarm where fewer nodes are there than this share of the most of the last hour.
+        stall_s: no version for so long, and ten times as long as the median took, seconds.
+    """
+
+    pause: bool = True
+    recent: Small = 3
+    past: Small = 30
+    reward_share: Share = 0.5
+    accuracy_share: Share = 0.7
+    entropy_low: Share = 0.05
+    entropy_high: Positive = 3.0
+    gradient_times: Positive = 10.0
+    clip_share: Share = 0.3
+    kl: Positive = 0.5
+    usable_share: Share = 0.1
+    stale_share: Share = 0.9
+    backlog_s: Positive = 600.0
+    volunteers_share: Share = 0.5
+    stall_s: Positive = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a guard looks at, besides the versions' own numbers. Times in ms."""
+
+    now_ms: int
+    max_lag: int
+    oldest_waiting_ms: int | None  # when the oldest unjudged submission came; None: none waits
+    live: int
+    most_live: int  # within the last hour
+    working: bool  # the run is neither complete nor paused, and somebody is there to work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong now. ``grave``: going on makes it worse, so the run may be paused."""
+
+    kind: str
+    value: float
+    limit: float
+    text: str
+    grave: bool = False
+
+
+MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
+MIN_VOLUNTEERS = 4
+ENTROPY_FLOOR = 0.02  # nats: what a policy that has learnt its task may come down to
+_BACK = (
+    "see `barnraise report`; `barnraise coordinator rollback DIR VERSION` takes an earlier version up again"
+)
+
+
+def look(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> list[Finding]:
+    """Everything that is wrong with a run now, by kind, each at most once."""
+    trained = [info for info in versions if info.stats is not None]
+    newest = trained[-1].version if trained else 0
+    stats = [info.stats for info in trained if info.stats is not None]
+    recent, past = stats[-limits.recent :], stats[-limits.recent - limits.past : -limits.recent]
+    findings: list[Finding | None] = [
+        _volunteers(seen, limits),
+        _backlog(seen, limits),
+        _stall(versions, seen, limits),
+        _accuracy(versions, limits),
+    ]
+    if len(recent) == limits.recent:
+        findings += [
+            _clip(recent, limits),
+            _kl(recent, limits),
+            _starved(recent, limits),
+            _stale(recent, seen, limits),
+            _not_finite(recent),
+        ]
+        if len(past) >= limits.recent:
+            findings += [
+                _reward(recent, past, newest, limits),
+                _entropy(recent, past, limits),
+                _gradient(recent, past, limits),
+            ]
+    return [finding for finding in findings if finding is not None]
+
+
+def _middle(stats: Sequence[TrainStats], of: Callable[[TrainStats], float]) -> float:
+    return median(of(item) for item in stats)
+
+
+def _mean(stats: Sequence[TrainStats], of: Callable[[TrainStats], float]) -> float:
+    return sum(of(item) for item in stats) / len(stats)
+
+
+def _best_level(past: Sequence[TrainStats], window: int) -> float:
+    """The highest median of ``window`` versions in a row: a lucky version is no level."""
+    rewards = [item.reward_mean for item in past]
+    return max(median(rewards[at : at + window]) for at in range(max(1, len(rewards) - window + 1)))
+
+
+def _reward(
+    recent: Sequence[TrainStats], past: Sequence[TrainStats], newest: int, limits: GuardLimits
+) -> Finding | None:
+    now, best = _middle(recent, lambda item: item.reward_mean), _best_level(past, limits.recent)
+    if best < MIN_LEVEL or now >= best * limits.reward_share:
+        return None
+    text = f"the reward fell from {best:.3f} to {now:.3f} (version {newest}): {_BACK}"
+    return Finding("reward-collapse", now, best * limits.reward_share, text, grave=True)
+
+
+def _accuracy(versions: Sequence[VersionInfo], limits: GuardLimits) -> Finding | None:
+    known = [info.accuracy for info in versions if info.accuracy >= 0]
+    if len(known) < 2:
+        return None
+    now, best = known[-1], max(known[:-1])
+    if best < MIN_LEVEL or now >= best * limits.accuracy_share:
+        return None
+    text = f"held-out accuracy fell from {best:.3f} to {now:.3f}: {_BACK}"
+    return Finding("held-out-collapse", now, best * limits.accuracy_share, text, grave=True)
+
+
+def _entropy(recent: Sequence[TrainStats], past: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
+    now, before = _middle(recent, lambda item: item.entropy), _middle(past, lambda item: item.entropy)
+    rewards = _middle(recent, lambda item: item.reward_mean), _middle(past, lambda item: item.reward_mean)
+    if now > before * limits.entropy_high and now > ENTROPY_FLOOR:
+        text = (
+            f"entropy rose from {before:.3f} to {now:.3f} nats per token: the policy dissolves; "
+            f"lower grpo.learning_rate or grpo.entropy_coefficient (`barnraise run amend`), or {_BACK}"
+        )
+        return Finding("entropy-explosion", now, before * limits.entropy_high, text, grave=True)
+    if now < before * limits.entropy_low and now < ENTROPY_FLOOR and rewards[0] <= rewards[1]:
+        text = (
+            f"entropy fell from {before:.4f} to {now:.4f} nats per token, and the reward stands still: "
+            "the policy tries nothing new; raise grpo.entropy_coefficient or lower grpo.learning_rate"
+        )
+        return Finding("entropy-collapse", now, before * limits.entropy_low, text)
+    return None
+
+
+def _gradient(
+    recent: Sequence[TrainStats], past: Sequence[TrainStats], limits: GuardLimits
+) -> Finding | None:
+    now, before = _middle(recent, lambda item: item.grad_norm), _middle(past, lambda item: item.grad_norm)
+    if before <= 0 or now <= before * limits.gradient_times:
+        return None
+    text = (
+        f"the gradient norm rose from {before:.3g} to {now:.3g}, as it does before a collapse: "
+        "lower grpo.learning_rate or grpo.grad_clip (`barnraise run amend`)"
+    )
+    return Finding("gradient-norm", now, before * limits.gradient_times, text)
+
+
+def _clip(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
+    now = _mean(recent, lambda item: item.clip_fraction)
+    if now <= limits.clip_share:
+        return None
+    text = (
+        f"{now:.0%} of tokens are clipped: most of the work teaches nothing; lower grpo.learning_rate "
+        "or grpo.inner_epochs"
+    )
+    return Finding("clip-ratio", now, limits.clip_share, text)
+
+
+def _kl(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
+    now = _mean(recent, lambda item: item.kl)
+    if now <= limits.kl:
+        return None
+    text = (
+        f"a version moves {now:.3f} nats per token away from what generated its data: lower "
+        "grpo.learning_rate, or raise grpo.kl_coefficient"
+    )
+    return Finding("kl", now, limits.kl, text, grave=True)
+
+
+def _starved(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
+    now = sum(item.groups_used for item in recent) / max(1, sum(item.groups for item in recent))
+    if now >= limits.usable_share:
+        return None
+    reward = _middle(recent, lambda item: item.reward_mean)
+    hard = "too hard" if reward < 0.5 else "too easy"
+    text = (
+        f"only {now:.0%} of groups have an advantage: the tasks are {hard} for this policy "
+        f"(mean reward {reward:.2f}); the next run wants other ones"
+    )
+    return Finding("zero-advantage", now, limits.usable_share, text)
+
+
+def _stale(recent: Sequence[TrainStats], seen: Seen, limits: GuardLimits) -> Finding | None:
+    now = _mean(recent, lambda item: item.lag_mean)
+    if seen.max_lag == 0 or now <= seen.max_lag * limits.stale_share:
+        return None
+    text = (
+        f"the work trained on is {now:.1f} versions old on average, and {seen.max_lag} is the most: the "
+        "learner or the broadcast is slower than the volunteers; raise rollout.groups_per_version"
+    )
+    return Finding("stale-work", now, seen.max_lag * limits.stale_share, text)
+
+
+def _not_finite(recent: Sequence[TrainStats]) -> Finding | None:
+    skipped = [item.skipped_steps for item in recent]
+    if not all(skipped):
+        return None
+    text = f"{sum(skipped)} optimiser steps were skipped: loss or gradient was not finite; {_BACK}"
+    return Finding("not-finite", float(sum(skipped)), 0.0, text, grave=True)
+
+
+def _backlog(seen: Seen, limits: GuardLimits) -> Finding | None:
+    if seen.oldest_waiting_ms is None:
+        return None
+    age = (seen.now_ms - seen.oldest_waiting_ms) / 1000
+    if age <= limits.backlog_s:
+        return None
+    text = (
+        f"a submission has been waiting for its verdict for {age:.0f} s: start more verifiers "
+        "(`coordinator run --verifiers`), or allow audits at random (without --verify-all)"
+    )
+    return Finding("verifier-backlog", age, limits.backlog_s, text)
+
+
+def _volunteers(seen: Seen, limits: GuardLimits) -> Finding | None:
+    if seen.most_live < MIN_VOLUNTEERS or seen.live >= seen.most_live * limits.volunteers_share:
+        return None
+    text = (
+        f"{seen.live} nodes are here, {seen.most_live} were within the last hour: look whether this "
+        "machine is reachable (`barnraise swarm`), and what volunteers say"
+    )
+    return Finding("volunteers-lost", float(seen.live), seen.most_live * limits.volunteers_share, text)
+
+
+def _stall(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> Finding | None:
+    if not versions or not seen.working:
+        return None
+    times = [info.at_ms for info in versions[-limits.past :]]
+    gaps = [(later - earlier) / 1000 for earlier, later in pairwise(times)]
+    limit = max(limits.stall_s, 10 * median(gaps) if gaps else 0.0)
+    waited = (seen.now_ms - times[-1]) / 1000
+    if waited <= limit:
+        return None
+    text = (
+        f"no version for {waited / 60:.0f} min: `barnraise status` says what the learner waits for; "
+        "too few usable groups, a learner that fails, or a full disk"
+    )
+    return Finding("stall", waited, limit, text)

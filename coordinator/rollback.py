@@ -1,0 +1,64 @@
+"""Taking an earlier version up again: a new version with its weights and its optimiser's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from barnraise.coordinator import checkpoints
+from barnraise.coordinator.workers import Trained, checkpoint_folder
+from barnraise.protocol.durable import link_or_copy
+from barnraise.protocol.errors import RunFolderError
+
+
+def can_return(run_folder: Path, version: int) -> str:
+    """Why a version cannot be taken up again; "" if it can."""
+    record = checkpoints.read_record(run_folder, version)
+    if record is None or not (checkpoint_folder(run_folder, version) / record.trained.weights).is_file():
+        there = checkpoints.complete_versions(run_folder)
+        return (
+            f"the checkpoint of version {version} is not kept any more; these are: "
+            f"{', '.join(map(str, there)) or 'none'}"
+        )
+    return ""
+
+
+def take_up_again(run_folder: Path, version: int, earlier: int) -> Trained:
+    """Make checkpoint ``version`` the same as ``earlier``, by hard links; one that is there is reported.
+
+    Where the earlier one has no optimiser state any more, the next step begins with an empty one.
+
+    Raises:
+        RunFolderError: ``earlier`` is not there, or damaged.
+        StorageError: the disk refused; nothing is left of the attempt.
+    """
+    made = checkpoints.read_record(run_folder, version)
+    if made is None:
+        why = can_return(run_folder, earlier)
+        if why:
+            raise RunFolderError(f"cannot go back to version {earlier}: {why}")
+        source = checkpoint_folder(run_folder, earlier)
+        known = checkpoints.read_record(run_folder, earlier)
+        assert known is not None
+        tensors = [path for path in sorted(source.iterdir()) if path.suffix == ".safetensors"]
+        shards = source / checkpoints.SHARDS_FOLDER
+        whole = (source / checkpoints.OPTIMIZER_FILE).is_file() or shards.is_dir()
+        name = Path(known.trained.weights).name
+        trained = msgspec.structs.replace(known.trained, version=version, weights=name, stats=None)
+        record = msgspec.structs.replace(
+            known, version=version, trained=trained, fresh_optimizer=known.fresh_optimizer or not whole
+        )
+
+        def write(folder: Path) -> None:
+            for path in tensors:
+                link_or_copy(path, folder / path.name)
+            if shards.is_dir():
+                (folder / shards.name).mkdir()
+                for path in sorted(shards.iterdir()):
+                    link_or_copy(path, folder / shards.name / path.name)
+
+        checkpoints.save_checkpoint(run_folder, record, write)
+        made = checkpoints.read_record(run_folder, version)
+        assert made is not None
+    return made.trained

@@ -1,0 +1,108 @@
+"""Guards: what a run's own numbers give away, and what they must not be mistaken for."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from barnraise.coordinator.guards import GuardLimits, Seen, look
+from barnraise.coordinator.state_parts import VersionInfo
+from barnraise.coordinator.workers import TrainStats
+
+LIMITS = GuardLimits()
+CALM = Seen(now_ms=100_000, max_lag=2, oldest_waiting_ms=None, live=10, most_live=10, working=True)
+STATS = TrainStats(
+    reward_mean=0.4,
+    groups=20,
+    groups_used=12,
+    loss=0.1,
+    grad_norm=0.5,
+    clip_fraction=0.02,
+    ratio_max=1.5,
+    entropy=0.8,
+    kl=0.01,
+    lag_mean=1.0,
+    seconds=5.0,
+)
+
+
+def version(number: int, accuracy: float = -1.0, **changes: float) -> VersionInfo:
+    stats = msgspec.structs.replace(STATS, **changes)
+    return VersionInfo(number, b"m" * 32, "w", 1, stats, accuracy, 1000 * number)
+
+
+def healthy(count: int = 20, seed: int = 1) -> list[VersionInfo]:
+    """A run that learns, with the noise of one."""
+    rng = random.Random(seed)
+    return [
+        version(
+            number,
+            reward_mean=min(1.0, 0.1 + 0.03 * number + rng.uniform(-0.08, 0.08)),
+            grad_norm=0.5 * rng.uniform(0.4, 2.5),
+            entropy=max(0.03, 0.9 - 0.03 * number),
+            clip_fraction=rng.uniform(0, 0.1),
+        )
+        for number in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_learns_raises_no_alarm_at_any_time(seed):
+    versions = healthy(60, seed)
+    for count in range(61):
+        seen = replace(CALM, now_ms=1000 * count + 500)
+        assert look(versions[max(0, count - 33) : count], seen, LIMITS) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "grave", "changes"),
+    [
+        ("reward-collapse", True, {"reward_mean": 0.1}),
+        ("entropy-explosion", True, {"entropy": 4.0}),
+        ("entropy-collapse", False, {"entropy": 0.001, "reward_mean": 0.35}),
+        ("gradient-norm", False, {"grad_norm": 9.0}),
+        ("clip-ratio", False, {"clip_fraction": 0.5}),
+        ("kl", True, {"kl": 0.8}),
+        ("zero-advantage", False, {"groups_used": 1}),
+        ("stale-work", False, {"lag_mean": 1.95}),
+        ("not-finite", True, {"skipped_steps": 1}),
+    ],
+)
+def test_each_way_to_collapse_is_named_with_numbers_and_a_cure(kind, grave, changes):
+    before = [version(number) for number in range(1, 21)]
+    one = [*before, version(21, **changes), version(22), version(23)]
+    if kind not in ("zero-advantage",):
+        assert kind not in {finding.kind for finding in look(one, CALM, LIMITS)}  # a single version is none
+    found = look([*before, *(version(21 + at, **changes) for at in range(3))], CALM, LIMITS)
+    assert [(finding.kind, finding.grave) for finding in found] == [(kind, grave)]
+    seen, _, cure = found[0].text.partition(": ")
+    assert seen
+    assert cure
+
+
+def test_a_policy_that_has_learnt_its_task_may_be_sure_of_itself():
+    before = [version(number, reward_mean=0.5, entropy=0.8) for number in range(1, 21)]
+    after = [version(21 + at, reward_mean=0.97, entropy=0.005) for at in range(3)]
+    assert look([*before, *after], CALM, LIMITS) == []
+
+
+def test_held_out_accuracy_that_falls_is_grave_though_rewards_rise():
+    versions = [version(number, accuracy=0.6 if number < 20 else 0.2) for number in range(1, 24)]
+    assert [finding.kind for finding in look(versions, CALM, LIMITS)] == ["held-out-collapse"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        ("verifier-backlog", replace(CALM, oldest_waiting_ms=100_000 - 700_000)),
+        ("volunteers-lost", replace(CALM, live=3)),
+        ("stall", replace(CALM, now_ms=20_000 + 1_900_000)),
+    ],
+)
+def test_what_stops_a_run_is_named(kind, seen):
+    assert [finding.kind for finding in look(healthy(), seen, LIMITS)] == [kind]
+
+
+def test_a_run_that_is_paused_or_alone_does_not_stall():
+    assert look(healthy(), replace(CALM, now_ms=10**9, working=False), LIMITS) == []

@@ -1,0 +1,184 @@
+"""``barnraise coordinator pause | resume | rollback | drain | stop | status``: steer a run that is served.
+
+Each may be repeated: it says what holds, and changes nothing twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from barnraise.protocol.control import read_state
+from barnraise.protocol.errors import BarnraiseError, PeerError
+from barnraise.tui.console import emit_json, examples
+from barnraise.tui.coordinate import command, seconds_of
+from barnraise.tui.status import status
+
+FOLDER = typer.Argument(..., metavar="DIR", help="The folder of a run that is being served.")
+JSON = typer.Option(False, "--json", help="One JSON object.")
+REASON = typer.Option(..., "--reason", metavar="TEXT", help="Why; volunteers see it.")
+LOOK_EVERY_S = 0.25
+TELL_EVERY_S = 2.0
+STOP_WITHIN_S = 30.0
+DRAINING = "draining: the operator ends this coordinator once the work at hand is in"
+
+State = dict[str, Any]
+
+
+def pause(folder: Path = FOLDER, reason: str = REASON, as_json: bool = JSON) -> None:
+    """Lend no work and train on none until 'resume'; what is at hand is taken in and judged.
+
+    The pause outlives restarts. Weights are served and receipts are given all the same.
+    """
+    _say(command(folder, "pause", reason=reason), as_json)
+
+
+def resume(folder: Path = FOLDER, as_json: bool = JSON) -> None:
+    """Go on after a pause, yours or a guard's. An alarm that is in force pauses the run no second time."""
+    _say(command(folder, "resume"), as_json)
+
+
+def rollback(
+    folder: Path = FOLDER,
+    version: int = typer.Argument(..., metavar="VERSION", min=0, help="The version to take up again."),
+    reason: str = typer.Option(..., "--reason", metavar="TEXT", help="Why; the ledger shows it."),
+    as_json: bool = JSON,
+) -> None:
+    """Publish an earlier version again, as the next one; what came between is given up.
+
+    Weights and optimiser are those of VERSION. Version numbers go on, the ledger only grows, and
+    credit stays; accepted work of the versions given up is not trained on. A pause stays in force.
+    """
+    reply = command(folder, "rollback", version=version, reason=reason)
+    if as_json:
+        emit_json(reply)
+    else:
+        typer.echo(f"version {reply['version']} will be version {reply['to']} again")
+
+
+def drain(
+    folder: Path = FOLDER,
+    within: str = typer.Option("30m", "--within", metavar="TIME", help="Wait at most so long: 90m, 12h."),
+    as_json: bool = JSON,
+) -> None:
+    """Lend no more, wait until all work at hand is in and judged, then stop the coordinator.
+
+    Ctrl-C ends the waiting, and work is lent again.
+    """
+    until = time.monotonic() + seconds_of(within)
+    before = _state(folder).get("paused")
+    command(folder, "pause", reason=DRAINING)
+    try:
+        left = _wait_drained(folder, until, as_json)
+    except BaseException:
+        if not before:
+            command(folder, "resume")
+        raise
+    if not before:
+        command(folder, "resume")  # the next start goes on
+    if left:
+        raise BarnraiseError(
+            f"{left} units are still at work after {within}: the coordinator goes on; wait longer with "
+            "--within, or 'coordinator stop' (what is handed in later finds it when it is back)"
+        )
+    _stop(folder)
+    if as_json:
+        emit_json({"stopped": True})
+    else:
+        typer.echo("stopped; 'barnraise coordinator run' goes on where it was")
+
+
+def stop(folder: Path = FOLDER, as_json: bool = JSON) -> None:
+    """End the coordinator cleanly, as Ctrl-C does. Nodes go on with their unit and come back."""
+    ran = _stop(folder)
+    if as_json:
+        emit_json({"stopped": True, "ran": ran})
+    else:
+        typer.echo("stopped" if ran else f"no coordinator serves {folder}: nothing to stop")
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to ``barnraise coordinator``."""
+    app.command(short_help="Lend no work for now.", epilog=examples("coordinator pause ./my-run --reason x"))(
+        pause
+    )
+    app.command(short_help="Go on after a pause.", epilog=examples("coordinator resume ./my-run"))(resume)
+    app.command(
+        short_help="Take an earlier version up again.",
+        epilog=examples("coordinator rollback ./my-run 120 --reason 'the reward collapsed'"),
+    )(rollback)
+    app.command(
+        short_help="Let the work at hand come in, then stop.",
+        epilog=examples("coordinator drain ./my-run", "coordinator drain ./my-run --within 2h"),
+    )(drain)
+    app.command(short_help="End the coordinator.", epilog=examples("coordinator stop ./my-run"))(stop)
+    app.command(
+        "status", short_help="Show its state.", epilog=examples("coordinator status ./my-run --watch")
+    )(status)
+
+
+def _say(reply: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        emit_json(reply)
+    elif reply["paused"] is None:
+        typer.echo("the run goes on")
+    else:
+        typer.echo(f"paused: {reply['paused']['reason']}")
+
+
+def _state(folder: Path) -> State:
+    try:
+        return read_state(folder / "control.sock")
+    except (PeerError, OSError) as error:
+        raise BarnraiseError(
+            f"no coordinator answers in {folder} ({error}); "
+            f"start it with 'barnraise coordinator run {folder}'"
+        ) from error
+
+
+def _wait_drained(folder: Path, until: float, as_json: bool) -> int:
+    """How many units are left when there are none, or time is up."""
+    told = 0.0
+    while True:
+        state = _state(folder)
+        left = int(state["leases_open"]) + int(state["queue"])
+        if not left or time.monotonic() > until:
+            return left
+        if not as_json and time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            typer.echo(f"{state['leases_open']} units lent, {state['queue']} waiting for a verdict")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _stop(folder: Path) -> bool:
+    """Stop whoever serves ``folder``; whether somebody did."""
+    try:
+        command(folder, "stop")
+    except BarnraiseError:
+        if not _locked(folder):
+            return False
+    until = time.monotonic() + STOP_WITHIN_S
+    while _locked(folder):
+        if time.monotonic() > until:
+            raise BarnraiseError(
+                f"the coordinator of {folder} does not end: see {folder / 'coordinator.log'}; kill -9 loses "
+                "nothing that was acknowledged"
+            )
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _locked(folder: Path) -> bool:
+    """Whether a coordinator holds the run folder."""
+    try:
+        with (folder / "lock").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError as error:
+        raise BarnraiseError(f"{folder} is no run folder") from error
+    except OSError:
+        return True
+    return False
