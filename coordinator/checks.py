@@ -213,7 +213,7 @@ def read_rollout(rollout: Rollout, number: int, spec: RunSpec) -> Completion:
             ``logprob-range``.
     """
     where = f"rollout {number}"
-    limit, eos, vocabulary = spec.sampling.max_new_tokens, spec.model.eos_token, spec.model.vocabulary
+    limit, vocabulary = spec.sampling.max_new_tokens, spec.model.vocabulary
     size = len(rollout.tokens)
     if size % 4:
         raise CheckFailure(
@@ -235,7 +235,8 @@ def read_rollout(rollout: Rollout, number: int, spec: RunSpec) -> Completion:
             f"{where} token {at}",
             f"token id {tokens[at]} is outside the vocabulary of {vocabulary}",
         )
-    if (at := _first(tokens[:-1] == eos)) is not None:
+    ends = np.isin(tokens, sorted(spec.model.ends))
+    if (at := _first(ends[:-1])) is not None:
         raise CheckFailure(
             "early-eos",
             count - 1,
@@ -243,7 +244,7 @@ def read_rollout(rollout: Rollout, number: int, spec: RunSpec) -> Completion:
             f"{where} token {at}",
             f"the end-of-sequence token stands at {at}, yet {count - at - 1} tokens follow it",
         )
-    ended = int(tokens[-1]) == eos
+    ended = bool(ends[-1])
     if not ended and count < limit:
         raise CheckFailure(
             "termination",

@@ -93,16 +93,37 @@ def count_parameters(path: Path) -> int:
 
 
 def _end_tokens(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a completion, the generation config's list before the model's own."""
+    """Every token that ends a completion: the generation config's, else the model's; the tokenizer's besides.
+
+    A chat model often ends a turn with one token and a text with another.
+    """
+    own = _tokenizers_end(folder)
     generation = folder / "generation_config.json"
     sources = [_read_json(generation)] if generation.is_file() else []
     for source in (*sources, inner, config):
         value = source.get("eos_token_id")
         found = value if isinstance(value, list) else [value]
-        tokens = tuple(dict.fromkeys(token for token in found if type(token) is int and token >= 0))
+        tokens = [token for token in found if type(token) is int and token >= 0]
         if tokens:
-            return tokens[: 1 + _MOST_OTHER_ENDS]
+            return tuple(dict.fromkeys((*tokens, *own)))[: 1 + _MOST_OTHER_ENDS]
     raise RunFolderError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def _tokenizers_end(folder: Path) -> tuple[int, ...]:
+    """The id of the ``eos_token`` that ``tokenizer_config.json`` names, where it is an added token."""
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not settings.is_file() or not tokenizer.is_file():
+        return ()
+    name = _read_json(settings).get("eos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    added = _read_json(tokenizer).get("added_tokens")
+    ids = {
+        item.get("content"): item.get("id")
+        for item in (added if isinstance(added, list) else ())
+        if isinstance(item, dict)
+    }
+    known = ids.get(name)
+    return (known,) if type(known) is int and known >= 0 else ()
 
 
 def _assets(folder: Path) -> dict[str, bytes]:

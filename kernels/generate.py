@@ -11,7 +11,7 @@ token ``t``; the first is that of the last prompt position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     sampling: SamplingSpec,
-    eos: int,
+    eos: int | Collection[int],
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[int, int], None] = lambda completions, tokens: None,
     max_batch: int = 256,
@@ -61,7 +61,7 @@ def generate(
     Args:
         prompts: token ids; equal prompts share one prefill.
         seeds: unsigned 64-bit, one per prompt; token ``t`` uses counter ``t``.
-        eos: id that ends a completion; others end after ``sampling.max_new_tokens``.
+        eos: id, or ids, that end a completion; others end after ``sampling.max_new_tokens``.
         should_stop: polled before every forward pass.
         on_progress: told, after every step, the completions ended and the tokens drawn so far.
         max_batch: rows held at once.
@@ -84,14 +84,16 @@ def generate(
             sampling.top_p,
         )
 
-    return _run(policy, prompts, pick, sampling.max_new_tokens, eos, should_stop, on_progress, max_batch)
+    return _run(
+        policy, prompts, pick, sampling.max_new_tokens, _ends(eos), should_stop, on_progress, max_batch
+    )
 
 
 def greedy(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    eos: int,
+    eos: int | Collection[int],
     should_stop: Callable[[], bool] = lambda: False,
     max_batch: int = 256,
 ) -> list[list[int]]:
@@ -102,9 +104,20 @@ def greedy(
         return best.indices, best.values
 
     done = _run(
-        policy, prompts, pick, max_new_tokens, eos, should_stop, lambda completions, tokens: None, max_batch
+        policy,
+        prompts,
+        pick,
+        max_new_tokens,
+        _ends(eos),
+        should_stop,
+        lambda completions, tokens: None,
+        max_batch,
     )
     return [completion.tokens for completion in done]
+
+
+def _ends(eos: int | Collection[int]) -> frozenset[int]:
+    return frozenset((eos,) if isinstance(eos, int) else eos)
 
 
 def _run(
@@ -112,7 +125,7 @@ def _run(
     prompts: Sequence[Sequence[int]],
     pick: Pick,
     max_new_tokens: int,
-    eos: int,
+    ends: frozenset[int],
     should_stop: Callable[[], bool],
     on_progress: Callable[[int, int], None],
     max_batch: int,
@@ -131,7 +144,7 @@ def _run(
     order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), tuple(prompts[row])))
     for start in range(0, len(order), max_batch):
         rows = order[start : start + max_batch]
-        done = _batch(policy, prompts, rows, pick, max_new_tokens, eos, should_stop, report)
+        done = _batch(policy, prompts, rows, pick, max_new_tokens, ends, should_stop, report)
         completions.update(zip(rows, done, strict=True))
     return [completions[row] for row in range(len(prompts))]
 
@@ -143,7 +156,7 @@ def _batch(
     rows: list[int],
     pick: Pick,
     max_new_tokens: int,
-    eos: int,
+    ends: frozenset[int],
     should_stop: Callable[[], bool],
     report: Callable[[int, int], None],
 ) -> list[Completion]:
@@ -154,7 +167,7 @@ def _batch(
         ids = tokens.tolist()
         steps.add(alive, ids, logprobs, hidden)
         last = position + 1 == max_new_tokens
-        keep = [] if last else [i for i, token in enumerate(ids) if token != eos]
+        keep = [] if last else [i for i, token in enumerate(ids) if token not in ends]
         report(len(alive) - len(keep), len(ids))
         if not keep:
             break

@@ -253,9 +253,9 @@ def read_adapter_config(folder: Path) -> Adapter | None:
     rank, alpha, targets = data.get("r"), data.get("lora_alpha"), data.get("target_modules")
     if data.get("peft_type") != "LORA" or data.get("bias", "none") != "none" or _variants(data):
         raise ModelError(f"{path} describes adapters other than plain LoRA without biases")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise ModelError(f"{path}: r is {rank!r}, not 1 to {MAX_RANK}")
-    if type(alpha) not in (int, float) or not 0 < alpha <= 1e6:
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= 1e6:
         raise ModelError(f"{path}: lora_alpha is {alpha!r}, not a positive number")
     if not isinstance(targets, list) or not 1 <= len(targets) <= MAX_TARGETS:
         raise ModelError(f"{path}: target_modules is no list of 1 to {MAX_TARGETS} names")

@@ -1,8 +1,10 @@
 """Text to token ids and back, the same on every side.
 
-``plain``: the prompt's text alone, no special tokens. ``chat``: the tokenizer's own
-chat template over (system prompt, prompt), ready for the answer. Read from
-``tokenizer.json`` and ``tokenizer_config.json``: no code from the model's folder.
+``plain``: the prompt's text alone, behind the beginning-of-sequence token where the
+tokenizer itself puts one, and no other special token. ``chat``: the tokenizer's own
+chat template over (system prompt, prompt), ready for the answer
+(``barnraise.kernels.chat_template``). Read from ``tokenizer.json`` and
+``tokenizer_config.json``: no code from the model's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from barnraise.kernels.chat_template import ChatTemplate
 from barnraise.kernels.models import ModelError, read_json
 from barnraise.protocol.limits import bounded
 from barnraise.protocol.spec import EnvironmentSpec
@@ -35,7 +38,8 @@ class Codec:
     """Prompts to tokens and completions to text for one environment.
 
     Attributes:
-        eos_token: the id that ends a completion (what ``ModelSpec.eos_token`` holds).
+        eos_token: the tokenizer's own end-of-sequence id; ``ModelSpec.ends`` has it and others.
+        start: the beginning-of-sequence id, alone, where plain prompts get one; else empty.
         vocabulary: how many ids the tokenizer knows (a model may have more rows).
     """
 
@@ -50,9 +54,11 @@ class Codec:
         self._tokenizer = _read_tokenizer(folder)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token: int = _eos_token(folder, self._tokenizer)
-        self._chat: Any = None
+        self.start: tuple[int, ...] = _start(folder, self._tokenizer)
+        self._chat: ChatTemplate | None = None
         if environment.prompt_format == "chat":
-            self._chat = _chat_tokenizer(folder)
+            with bounded("the chat template", seconds=TEMPLATE_SECONDS, memory=TEMPLATE_BYTES):
+                self._chat = ChatTemplate(folder)
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Token ids of a task's prompt, at least one.
@@ -61,9 +67,10 @@ class Codec:
             ModelError: nothing is left of the prompt, or the chat template fails on it.
         """
         if self._chat is None:
-            ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+            text: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+            ids = [*self.start, *text] if text else []
         else:
-            ids = self._encode_chat(prompt)
+            ids = self._encode_chat(self._chat, prompt)
         if not ids:
             raise ModelError(f"the tokenizer turns the prompt {prompt[:40]!r} into no tokens at all")
         return ids
@@ -73,15 +80,13 @@ class Codec:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def _encode_chat(self, prompt: str) -> list[int]:
+    def _encode_chat(self, chat: ChatTemplate, prompt: str) -> list[int]:
         messages = [{"role": "user", "content": prompt}]
         if self._environment.system_prompt:
             messages.insert(0, {"role": "system", "content": self._environment.system_prompt})
         try:
             with bounded("it", seconds=TEMPLATE_SECONDS, memory=TEMPLATE_BYTES):
-                text: str = self._chat.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False
-                )
+                text = chat.render(messages)
             if len(text) > MAX_PROMPT:
                 raise ModelError(
                     f"it makes a text of {len(text)} characters, at most {MAX_PROMPT} are allowed"
@@ -113,13 +118,9 @@ def _read_tokenizer(folder: Path) -> Any:
 
 def _eos_token(folder: Path, tokenizer: Any) -> int:
     """``tokenizer_config.json``'s end token; else the first end id of the generation or model config."""
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        token = read_json(settings).get("eos_token")
-        if isinstance(token, dict):  # the form of an AddedToken
-            token = token.get("content")
-        if isinstance(token, str) and (known := tokenizer.token_to_id(token)) is not None:
-            return int(known)
+    named = _named_token(folder, tokenizer, "eos_token")
+    if named is not None:
+        return named
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
@@ -131,14 +132,18 @@ def _eos_token(folder: Path, tokenizer: Any) -> int:
     )
 
 
-def _chat_tokenizer(folder: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
+def _named_token(folder: Path, tokenizer: Any, name: str) -> int | None:
+    """The id of a special token that ``tokenizer_config.json`` names, if the tokenizer knows it."""
+    settings = folder / "tokenizer_config.json"
+    token = read_json(settings).get(name) if settings.is_file() else None
+    if isinstance(token, dict):  # the form of an AddedToken
+        token = token.get("content")
+    known = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return None if known is None else int(known)
 
-    try:
-        with bounded("it", seconds=READ_SECONDS, memory=READ_BYTES):
-            chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not chat.chat_template:
-        raise ModelError(f"the tokenizer in {folder} has no chat template: use --plain-prompts")
-    return chat
+
+def _start(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The token that the tokenizer's own rules begin a text with, if it is the one named ``bos_token``."""
+    named = _named_token(folder, tokenizer, "bos_token")
+    added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
+    return (named,) if named is not None and added[:1] == [named] else ()

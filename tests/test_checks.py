@@ -153,6 +153,14 @@ def test_the_limit_and_the_end_token_both_end_a_completion() -> None:
     assert checks.read_rollout(_rollout([5, EOS], [0.0, 1e-6]), 0, SPEC).ended  # rounding
 
 
+def test_each_of_several_end_tokens_ends_a_completion_and_none_stands_within_one() -> None:
+    several = structs.replace(SPEC, model=structs.replace(SPEC.model, other_ends=(7, 8)))
+    assert all(checks.read_rollout(_rollout([5, end]), 0, several).ended for end in (EOS, 7, 8))
+    assert not checks.read_rollout(_rollout([7] * LIMIT), 0, SPEC).ended
+    verdict = _failure("early-eos", checks.read_rollout, _rollout([5, 8, 6, EOS]), 3, several)
+    assert verdict.position == "rollout 3 token 1"
+
+
 @given(st.binary(max_size=200), st.binary(max_size=200))
 @settings(max_examples=200)
 def test_no_bytes_make_reading_a_rollout_raise_anything_else(tokens: bytes, logprobs: bytes) -> None:

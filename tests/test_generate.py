@@ -122,6 +122,13 @@ def test_completions_end_with_the_end_token_or_at_the_limit() -> None:
     assert {completion.tokens[-1] == EOS for completion in done} == {True, False}
 
 
+def test_any_of_several_end_tokens_ends_a_completion() -> None:
+    ends = {EOS, 3, 9}
+    done = generate(policy_of("llama"), [[5, 6]] * 20, range(20), sampling(max_new_tokens=12), ends)
+    assert all(not ends.intersection(completion.tokens[:-1]) for completion in done)
+    assert len(ends.intersection(completion.tokens[-1] for completion in done)) > 1
+
+
 def test_greedy_takes_the_most_likely_token_at_every_step() -> None:
     policy, prompts = policy_of("gemma3_text"), some_prompts(4)
     tokens = greedy(policy, prompts, 8, EOS)

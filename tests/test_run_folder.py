@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -120,6 +121,15 @@ def test_code_and_pickles_never_become_assets(tmp_path: Path) -> None:
         (model / name).write_text("x")
     spec = describe_model(model, "m", "float32", "float32")
     assert set(spec.assets) == {"config.json", "tokenizer.json"}
+
+
+def test_every_token_of_a_models_lists_ends_a_completion(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 1, 4]}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|turn|>"}}))
+    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<|turn|>"}]}))
+    spec = describe_model(model, "m", "float32", "float32")
+    assert (spec.eos_token, spec.other_ends, spec.ends) == (4, (1, 7), {1, 4, 7})
 
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:

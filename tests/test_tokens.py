@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
+from barnraise.kernels.chat_template import ChatTemplate
 from barnraise.kernels.models import ModelError
 from barnraise.kernels.tokens import Codec
 from barnraise.protocol.spec import EnvironmentSpec
@@ -48,6 +50,47 @@ def test_chat_prompts_follow_the_models_own_template(tmp_path: Path) -> None:
     assert Codec(tmp_path, environment("chat")).encode_prompt("two plus two") == [6, 3, 4, 3, 7]
     with_system = Codec(tmp_path, environment("chat", "short"))
     assert with_system.encode_prompt("two") == [8, 9, 6, 3, 7]
+
+
+def test_a_plain_prompt_begins_as_the_tokenizers_own_rules_say(tmp_path: Path) -> None:
+    codec = Codec(write(tmp_path, bos_token="<s>"), environment())
+    assert codec.encode_prompt("two plus") == [0, 3, 4]
+    assert Codec(write(tmp_path, bos_token="</s>"), environment()).encode_prompt("two") == [3]
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_same_everywhere(tmp_path: Path) -> None:
+    write(tmp_path, chat_template="{{ 'two' if strftime_now('%d %b %Y') == '26 Jul 2024' else 'plus' }}")
+    assert Codec(tmp_path, environment("chat")).encode_prompt("is") == [3]
+
+
+PARTS = """{%- if messages[0]['role'] == 'system' %}{%- set lead = messages[0]['content'] | trim %}
+{%- set rest = messages[1:] %}
+{%- else %}{%- set lead = '' %}
+    {%- set rest = messages %}
+{%- endif %}
+{{ bos_token }}{% set ns = namespace(seen=0) %}
+{%- for m in rest %}{%- if loop.index > 3 %}{%- break %}{%- endif %}{%- set ns.seen = ns.seen + 1 %}
+{% generation %}<|{{ m.role }}|>{{ lead ~ m['content'] | tojson }}{{ ns.seen }}{% endgeneration %}
+{%- endfor %}{%- if tools is not none %}no{%- endif %}{{ eos_token if add_generation_prompt }}
+"""
+
+
+def test_templates_render_as_transformers_renders_them(tmp_path: Path) -> None:
+    write(tmp_path, chat_template=[{"name": "default", "template": PARTS}], bos_token="<s>")
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for messages in (
+        [{"role": "user", "content": 'two "<plus>" ü'}],
+        [{"role": "system", "content": " short "}, {"role": "user", "content": "two"}],
+    ):
+        wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert ChatTemplate(tmp_path).render(messages) == wanted
+
+
+@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}", "{% for %}"])
+def test_a_template_has_no_dice_and_must_be_one(tmp_path: Path, template: str) -> None:
+    write(tmp_path, chat_template=template)
+    with pytest.raises(ModelError, match="chat template"):
+        Codec(tmp_path, environment("chat")).encode_prompt("two")
 
 
 def test_a_template_in_its_own_file_is_found(tmp_path: Path) -> None:

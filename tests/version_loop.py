@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_support import NODE, RUN_ID, SYMBOLS, make_run
+from learner_support import NODE, RUN_ID, SYMBOLS, make_model, make_run, run_spec
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from barnraise.coordinator.learner import Trainer
+from barnraise.coordinator.model_folder import describe_model
+from barnraise.coordinator.model_source import AdapterChoice, prepare_model
 from barnraise.coordinator.verifier import Judge
 from barnraise.coordinator.workers import (
     BatchPart,
@@ -114,3 +117,18 @@ def trained(trainer: Trainer, version: int, *units: tuple[VerifyJob, Judged]) ->
         BatchPart(lease=job.lease, payload=job.payload, rewards=verdict.rewards) for job, verdict in units
     )
     return trainer.train(TrainJob(version=version, parts=parts))
+
+
+def adapter_run(
+    folder: Path, config: Any, choice: AdapterChoice, warm_up: int = 0, **changes: Any
+) -> WorkerSetup:
+    """A run that trains adapters on a model of ``config`` (None: ``learner_support``'s), as ``run init``."""
+    long = {"sampling__max_new_tokens": 24, "grpo__learning_rate": 1e-2, "grpo__inner_epochs": 1}
+    spec = run_spec(**(long | changes))
+    source, target = folder / "source", checkpoint_folder(folder, 0)
+    make_model(source, warm_up=warm_up)
+    if config is not None:
+        write_model(source, config)
+    prepare_model(source, target, spec.model.weights_dtype, spec.environment, choice, seed=3)
+    model = describe_model(target, "tiny", spec.model.weights_dtype, spec.model.compute_dtype)
+    return WorkerSetup(spec=replace(spec, model=model), run_id=RUN_ID, folder=str(folder), threads=1)
