@@ -174,7 +174,8 @@ async def job_of(core: Core, batch: BatchFormed) -> TrainJob:
     for submission_id in batch.submissions:
         item = core.state.submissions[submission_id]
         parts.append(BatchPart(lease=item.lease, payload=payloads[submission_id], rewards=item.rewards))
-    return TrainJob(version=batch.version, parts=tuple(parts))
+    settings = core.settings if core.state.operations.amendments else None
+    return TrainJob(version=batch.version, parts=tuple(parts), settings=settings)
 
 
 async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJob | RecombineJob:

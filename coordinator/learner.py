@@ -42,6 +42,7 @@ from barnraise.coordinator.learner_shards import (
 from barnraise.coordinator.learner_step import (
     Scores,
     Share,
+    follow,
     gradients,
     make_optimizer,
     recompute_layers,
@@ -65,6 +66,7 @@ from barnraise.kernels.tokens import Codec
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.seeds import held_out_seed
+from barnraise.protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +151,8 @@ class Trainer:
         started = time.monotonic()
         if self._version != job.version - 1:
             self._load(job.version - 1)
+        if job.settings is not None:
+            self._follow(job.settings)
         self._version = None  # until the checkpoint is durable, memory is ahead of it
         stats = self._improve(job)
 
@@ -186,6 +190,15 @@ class Trainer:
             self._load(version)
             return self._evaluate(self._sound.policy)
         return self._evaluate(self._whole(checkpoint_folder(self.folder, version)))
+
+    def _follow(self, settings: RunSpec) -> None:
+        """Go by amended settings from here on; policy and optimiser's state stay."""
+        self.spec = settings
+        assert self._optimizer is not None
+        follow(self._optimizer, settings.grpo)
+        for scores in (self._scores, self._reference):
+            if scores is not None:
+                scores.spec = settings
 
     # --- one version
 

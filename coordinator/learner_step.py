@@ -48,6 +48,14 @@ def make_optimizer(policy: Policy, spec: GrpoSpec) -> torch.optim.AdamW:
     )
 
 
+def follow(optimizer: torch.optim.AdamW, spec: GrpoSpec) -> None:
+    """Go by another spec from the next step on; its moments stay. The rate is set with every step."""
+    for group in optimizer.param_groups:
+        group["betas"] = (spec.beta1, spec.beta2)
+        if group["params"][0].ndim >= 2:
+            group["weight_decay"] = spec.weight_decay
+
+
 class Scores(nn.Module):
     """A policy as a module that gives (log-probability, entropy) of every completion token.
 
@@ -213,7 +221,7 @@ def micro_batches(rows: Sequence[Row], tokens: int, packs: bool) -> list[list[Ro
         if not parts or used + cost > tokens:
             parts.append([])
             prompts, used, width = set(), 0, length
-            cost = length
+            cost = length - 1 if packs else length
         parts[-1].append(row)
         prompts.add(prompt)
         used += cost

@@ -65,10 +65,12 @@ class TrainJob(Struct, frozen=True, kw_only=True, tag=True):
     """Make policy version ``version`` from checkpoint ``version - 1`` and these submissions.
 
     Deterministic given the checkpoint: a job cut short by a crash is simply sent again.
+    ``settings``: the run spec as amended so far; None: as it was signed.
     """
 
     version: int
     parts: tuple[BatchPart, ...]
+    settings: RunSpec | None = None
 
 
 class TrainStats(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
 from barnraise.coordinator.workshop import LocalLearner
 from barnraise.kernels.models import load_policy
+from barnraise.protocol.amendments import amended
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.messages import RolloutSubmission
@@ -173,6 +174,18 @@ def test_the_learning_rate_warms_up_over_optimiser_steps(tmp_path: Path) -> None
         moved.append(max(float((new[key] - old[key]).abs().max()) for key in new))
     assert moved[0] == pytest.approx(1e-3, rel=0.01)  # Adam's first step is the rate itself
     assert moved[1] == pytest.approx(1e-6, rel=0.2)
+
+
+def test_amended_settings_hold_from_the_next_version_on_and_moments_stay(tmp_path: Path) -> None:
+    setup = make_run(tmp_path, warm_up=50)
+    trainer = Trainer(setup)
+    trainer.train(next_job(setup, 1))
+    moments = weights(setup, 1, "optimizer.safetensors")
+    slower = amended(setup.spec, {"grpo.learning_rate": "1e-12", "grpo.weight_decay": "0.0"})
+    trainer.train(structs.replace(next_job(setup, 2), settings=slower))
+    before, after = weights(setup, 1), weights(setup, 2)
+    assert max(float((before[key] - after[key]).abs().max()) for key in before) < 1e-8
+    assert not same(moments, weights(setup, 2, "optimizer.safetensors"))  # they went on from where they were
 
 
 def test_a_kl_penalty_holds_the_policy_near_version_zero(tmp_path: Path) -> None:
