@@ -18,6 +18,11 @@ def allow(memory: int, gpu: float) -> None:
     _allowed.update(memory=float(memory), gpu=gpu)
 
 
+def gpu_share() -> float:
+    """The fraction of a GPU's memory that this process may take."""
+    return _allowed["gpu"]
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now, and may be: on the accelerator, or of the machine's memory."""
     if device.type == "cuda":

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 import trio
 
-from barnraise.kernels.generate import Completion, generate
+from barnraise.kernels.generate import generate
 from barnraise.kernels.hot_swap import follow_patches
 from barnraise.kernels.models import Policy, load_policy, swap_weights
 from barnraise.kernels.tokens import Codec
@@ -29,13 +28,10 @@ from barnraise.node.gpus import usable
 from barnraise.node.memory import telling_out_of_memory
 from barnraise.node.patching import patches_since
 from barnraise.node.sizing import size_unit
+from barnraise.node.unit_rollouts import Throttle, draw_tasks, pack
 from barnraise.protocol.environments import Environment, build_environment
 from barnraise.protocol.errors import BarnraiseError, ChildError
-from barnraise.protocol.messages import Rollout
-from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import RunSpec
-
-_PROGRESS_S = 0.05
 
 
 @dataclass
@@ -103,7 +99,7 @@ class Generator:
             have = "nothing" if loaded is None else f"version {loaded.version}"
             raise BarnraiseError(f"the unit needs policy version {work.policy_version}, {have} is loaded")
         began = time.monotonic()
-        prompts, seeds = _draw_tasks(loaded, work)
+        prompts, seeds = draw_tasks(loaded.environment, loaded.codec, work)
         with telling_out_of_memory(self.device):
             sized = size_unit(loaded.policy, loaded.spec, prompts, work.shrink)
             progress(Progress(completions=0, tokens=0, sized=sized))
@@ -112,9 +108,9 @@ class Generator:
                 prompts,
                 seeds,
                 loaded.spec.sampling,
-                loaded.spec.model.eos_token,
+                loaded.spec.model.ends,
                 should_stop,
-                _Throttle(progress),
+                Throttle(progress),
                 sized.at_once,
             )
             verify = loaded.spec.verify
@@ -124,7 +120,7 @@ class Generator:
         progress(Progress(completions=len(completions), tokens=tokens))
         return Generated(
             rollouts=tuple(
-                _pack(work, row, completion, proof)
+                pack(work, row, completion.tokens, completion.logprobs, proof)
                 for row, (completion, proof) in enumerate(zip(completions, proofs, strict=True))
             ),
             seconds=time.monotonic() - began,
@@ -236,41 +232,3 @@ def device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return device
-
-
-def _draw_tasks(loaded: _Loaded, work: Work) -> tuple[list[list[int]], list[int]]:
-    """Prompt tokens and noise seed of every sample, ordered by prompt, then sample."""
-    prompts: list[list[int]] = []
-    seeds: list[int] = []
-    for prompt in range(work.prompts):
-        seed = task_seed(work.run_id, work.lease_id, work.node, prompt)
-        task = loaded.environment.task(seed, held_out=False)
-        prompts += [loaded.codec.encode_prompt(task.prompt)] * work.group_size
-        seeds += [
-            sample_seed(work.run_id, work.lease_id, prompt, sample) for sample in range(work.group_size)
-        ]
-    return prompts, seeds
-
-
-def _pack(work: Work, row: int, completion: Completion, proofs: bytes) -> Rollout:
-    return Rollout(
-        prompt=row // work.group_size,
-        sample=row % work.group_size,
-        tokens=np.asarray(completion.tokens, dtype="<u4").tobytes(),
-        logprobs=np.asarray(completion.logprobs, dtype="<f4").tobytes(),
-        proofs=proofs,
-    )
-
-
-class _Throttle:
-    """Passes progress on at most every 50 ms: a tiny model makes thousands of steps a second."""
-
-    def __init__(self, progress: Callable[[Progress], None]) -> None:
-        self._progress = progress
-        self._next = 0.0
-
-    def __call__(self, completions: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _PROGRESS_S
-            self._progress(Progress(completions=completions, tokens=tokens))
