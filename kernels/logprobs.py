@@ -9,16 +9,13 @@ On CUDA with triton the same is done by ``barnraise.kernels.logprobs_triton``.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from barnraise.kernels.checked_triton import fused_logprobs
 from barnraise.kernels.sampling import truncation_border
 
 CHUNK_ELEMENTS = 2**24
@@ -72,10 +69,10 @@ def token_logprobs(
     if len(targets) == 0:
         empty = hidden.float().sum(dim=1)
         return empty, empty
-    fused = _fused() if hidden.is_cuda and chunk is None else None
-    if fused is not None and not top_k and top_p >= 1.0:
-        made: tuple[Tensor, Tensor] = fused(hidden, weight, targets, temperature, bias, softcap)
-        return made
+    if hidden.is_cuda and chunk is None and not top_k and top_p >= 1.0:
+        fused = fused_logprobs(hidden.device)
+        if fused is not None:
+            return fused(hidden, weight, targets, temperature, bias, softcap)
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     rules = _Rules(temperature, softcap, top_k, top_p, rows)
@@ -83,19 +80,6 @@ def token_logprobs(
     arguments = (hidden.to(product), weight.to(product), None if bias is None else bias.to(product))
     found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(*arguments, targets, rules)  # type: ignore[no-untyped-call]
     return found
-
-
-@functools.cache
-def _fused() -> Callable[..., Any] | None:
-    """The Triton kernel, where triton is installed and this build has it."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        module = importlib.import_module("barnraise.kernels.logprobs_triton")
-    except ImportError:
-        return None
-    kernel: Callable[..., Any] | None = getattr(module, "token_logprobs_triton", None)
-    return kernel
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,8 @@ class _TokenLogprobs(torch.autograd.Function):
             log_total = total.log()
             chosen[cut] = shifted.gather(1, wanted).squeeze(1) - log_total
             # p log p is 0 where p is 0; as -inf times 0 it would be NaN.
-            finite = shifted.masked_fill_(shifted == -torch.inf, 0.0) if _truncates(rules) else shifted
+            excludes = _truncates(rules) or bias is not None  # a bias may be -inf
+            finite = shifted.masked_fill_(shifted == -torch.inf, 0.0) if excludes else shifted
             mean = torch.bmm(likely[:, None], finite[:, :, None]).view(-1) / total
             entropy[cut] = log_total - mean
             if whole and any(ctx.needs_input_grad[:3]):
@@ -164,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 total = grad.sum(dim=1)
                 log_total = total.log()
                 grad /= total[:, None]
-                if _truncates(rules):
+                if _truncates(rules) or bias is not None:
                     shifted.masked_fill_(shifted == -torch.inf, 0.0)
             zero = torch.zeros_like(log_total)
             to_chosen = zero if along_chosen is None else along_chosen[cut]

@@ -69,7 +69,8 @@ def _scaled(  # type: ignore[no-untyped-def]
         bent = tl.where(z < 0, -bent, bent)
         # A NaN would fall to neither side of a comparison: it must reach the result.
         bent = tl.where(z == z, bent, z)
-        slope = 1.0 - bent * bent
+        slope = 4.0 * small / ((1.0 + small) * (1.0 + small))  # 1 - tanh^2 without its cancellation
+        slope = tl.where(z == z, slope, z)
         z = bent * SOFTCAP
     z = z / TEMPERATURE
     return tl.where(within_columns[None, :], z, -float("inf")), slope

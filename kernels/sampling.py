@@ -19,11 +19,13 @@ place between devices and between the body and the tail of a vectorised loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from barnraise.kernels.checked_triton import fused_sampling
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -80,8 +82,8 @@ def gumbel(seeds: Sequence[int], positions: Tensor, vocab: int) -> Tensor:
     rows = len(seeds)
     if positions.shape != (rows,):
         raise ValueError(f"{rows} seeds need {rows} positions, not shape {tuple(positions.shape)}")
-    if device.type == "cuda" and (fused := _fused()) is not None:
-        return fused(seeds, positions, vocab)
+    if device.type == "cuda" and (fused := fused_sampling(device)) is not None:
+        return fused[0](seeds, positions, vocab)
     low, high = _keys(seeds, device)
     place = positions.to(torch.int64).unsqueeze(1)
     groups = (vocab + 3) // 4
@@ -92,7 +94,7 @@ def gumbel(seeds: Sequence[int], positions: Tensor, vocab: int) -> Tensor:
         part = slice(start, start + step)
         words = philox4x32((lanes, place[part], zero, zero), (low[part], high[part]))
         for lane, word in enumerate(words):
-            noise[part, :, lane] = _of_word(word)
+            noise[part, :, lane] = noise_of_words(word)
     return noise.view(rows, groups * 4)[:, :vocab]
 
 
@@ -103,20 +105,10 @@ def _keys(seeds: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     return low.unsqueeze(1), high.unsqueeze(1)
 
 
-def _of_word(word: Tensor) -> Tensor:
-    """Gumbel noise of Philox words, float64."""
-    uniform = (word >> 9).to(torch.float64).add_(0.5).mul_(2.0**-23)
+def noise_of_words(words: Tensor) -> Tensor:
+    """Gumbel noise, float64, of Philox words, int64 in [0, 2^32); it depends on a word's upper 23 bits."""
+    uniform = (words >> 9).to(torch.float64).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
-
-
-@lru_cache(maxsize=1)
-def _fused() -> Callable[[Sequence[int], Tensor, int], Tensor] | None:
-    """The Triton kernel, where Triton is installed."""
-    try:
-        from barnraise.kernels.sampling_triton import gumbel as fused
-    except ImportError:
-        return None
-    return fused
 
 
 def truncation_border(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -164,6 +156,8 @@ def draw(
         tokens, int64 [B]; and their log-probabilities in nats, float32 [B], under
         ``softmax(logits / temperature)`` truncated and renormalised.
     """
+    if logits.is_cuda and logits.dtype != torch.float64 and (fused := fused_sampling(logits.device)):
+        return fused[1](logits, seeds, positions, temperature, top_k, top_p)
     scaled = logits.float() / temperature
     if top_k or top_p < 1.0:
         scaled = scaled.masked_fill(scaled < truncation_border(scaled, top_k, top_p), -torch.inf)
