@@ -7,6 +7,7 @@ from pathlib import Path
 
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal_place import journal_path
 from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.identity import load_identity
@@ -22,12 +23,12 @@ def export_run(folder: Path, target: Path) -> None:
     """
     spec, signed, _ = read_spec(folder)
     identity = load_identity(folder / "run.key")
-    path = folder / "state.sqlite"
+    path = journal_path(folder)
     if not path.is_file():
         raise RunFolderError(
             f"{folder} has no ledger yet: it begins when `barnraise coordinator run {folder}` first runs"
         )
-    journal = Journal(path)
+    journal = Journal(path, reading=True)
     try:
         export_ledger(journal, signed, spec.rollout.max_lag, identity, time.time_ns() // 1_000_000, target)
     finally:

@@ -5,7 +5,8 @@
     RUN/run.key          the run's signing key (0600); whoever has it speaks for the run
     RUN/spec.bin         the signed run spec
     RUN/format           the layout's version, "1"
-    RUN/state.sqlite     the journal
+    RUN/run.toml         how it was made, and how this machine serves it (``barnraise.coordinator.run_file``)
+    RUN/state.sqlite     the journal; or RUN/state.postgres names the database that has it
     RUN/log/             the ledger as static files (``barnraise.coordinator.log_folder``)
     RUN/snapshots/       what a start need not replay (``barnraise.coordinator.snapshot``); may be deleted
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from barnraise.coordinator.block_workers import corpus_folder
+from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.model_folder import describe_model
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol import wire
@@ -43,6 +45,7 @@ from barnraise.protocol.messages import Signed
 from barnraise.protocol.pretrain import PretrainSpec
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.spec import (
+    Admission,
     Dtype,
     EnvironmentSpec,
     EvalSpec,
@@ -71,6 +74,7 @@ class Settings:
     evaluation: EvalSpec
     weights_dtype: Dtype
     compute_dtype: Dtype
+    admission: Admission = "open"
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Run:
 
     @property
     def journal_path(self) -> Path:
-        return self.path / "state.sqlite"
+        return journal_path(self.path)
 
     @property
     def store_path(self) -> Path:
@@ -215,7 +219,7 @@ def _create(
         grpo=settings.grpo,
         verify=verify,
         evaluation=settings.evaluation,
-        admission="open",
+        admission=settings.admission,
         pretrain=None if pretraining is None else pretraining[0],
     )
     signed = sign(spec, identity)
@@ -337,9 +341,9 @@ def open_run(folder: Path) -> Iterator[Run]:
 
 def _check_journal(folder: Path) -> None:
     """A run that has lost its journal must not quietly begin again: credit and ledger would be gone."""
-    journal = folder / "state.sqlite"
-    if journal.is_file() and journal.stat().st_size > 0:
+    if journal_begun(folder):
         return
+    journal = journal_path(folder)
     begun = sorted(path.name for path in (folder / "checkpoints").iterdir() if _VERSION.fullmatch(path.name))
     if begun and begun[-1] != checkpoint_folder(folder, 0).name:
         raise RunFolderError(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from barnraise.coordinator.events import VersionPublished
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal_place import journal_path
 from barnraise.coordinator.patching import patch_places
 from barnraise.coordinator.publisher import version_files
 from barnraise.protocol.envelope import open_signed
@@ -77,11 +78,11 @@ def export_store(folder: Path, target: Path, *, versions: int = 1, prune: bool =
 def _places(folder: Path, versions: int) -> tuple[int, list[tuple[FileEntry | PatchEntry, Path, int]]]:
     """The newest version, and of the newest few each file or patch, where it lies, its shards' size."""
     spec, _, _ = read_spec(folder)
-    path = folder / "state.sqlite"
+    path = journal_path(folder)
     nothing = f"{folder} has published nothing yet: run `barnraise coordinator run {folder}` first"
     if not path.is_file():
         raise RunFolderError(nothing)
-    journal = Journal(path)
+    journal = Journal(path, reading=True)
     try:
         published = [event for event in journal.events() if isinstance(event, VersionPublished)]
         if not published:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,10 @@ from msgspec import Struct
 
 from barnraise.coordinator.block_events import BlockJudged, BlockLeased, BlockSubmitted, RoundFormed
 from barnraise.coordinator.block_workers import REPORT_FILE
-from barnraise.coordinator.events import Event, EventError, VersionPublished, decode_event
+from barnraise.coordinator.events import Event, EventError, VersionPublished
 from barnraise.coordinator.folder import read_spec
+from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.state import State, apply
 from barnraise.coordinator.unit_notes import read_notes, read_told
 from barnraise.protocol.errors import RunFolderError
@@ -145,9 +145,8 @@ def collect(folder: Path) -> Report:
         version=-1,
         target_version=spec.rollout.versions,
     )
-    journal = folder / "state.sqlite"
-    if journal.is_file():
-        _read_journal(journal, spec, report)
+    if journal_begun(folder):
+        _read_journal(journal_path(folder), spec, report)
     else:
         report.absent.append(f"the run has not begun: serve it with `barnraise coordinator run {folder}`")
     if spec.pretrain is None:
@@ -167,10 +166,8 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
     submitted: dict[bytes, bytes] = {}  # submission -> lease
     first_ms = last_ms = 0
     try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
-        ) as database:
-            for event in _events(database, path):
+        with closing(Journal(path, reading=True)) as journal:
+            for event in journal.events():
                 apply(state, event)
                 _note_unit(event, state, units, submitted)
                 if isinstance(event, VersionPublished):
@@ -184,9 +181,7 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
                 if submission in submitted:
                     unit = units[submitted[submission]]
                     unit.seconds, unit.losses = told
-            _read_submissions(database, units, submitted)
-    except sqlite3.Error as error:
-        raise RunFolderError(f"{path} cannot be read: {error}") from error
+            _read_submissions(journal, units, submitted)
     except EventError as error:
         raise RunFolderError(f"{path} is damaged ({error}): restore it from a backup") from error
     report.version = state.head
@@ -209,16 +204,6 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
         )
         for node in sorted(state.nodes.values(), key=lambda node: -node.credit)
     ]
-
-
-def _events(database: sqlite3.Connection, path: Path) -> Iterator[Event]:
-    try:
-        for (data,) in database.execute("SELECT data FROM events ORDER BY seq"):
-            yield decode_event(data)
-    except msgspec.MsgspecError as error:
-        raise RunFolderError(
-            f"{path}: an event cannot be read ({error}): it was written by another version of barnraise"
-        ) from error
 
 
 def _note_unit(event: Event, state: State, units: dict[bytes, Unit], submitted: dict[bytes, bytes]) -> None:
@@ -246,15 +231,11 @@ def _note_unit(event: Event, state: State, units: dict[bytes, Unit], submitted: 
                     units[submitted[submission]].used = True
 
 
-def _read_submissions(
-    database: sqlite3.Connection, units: dict[bytes, Unit], submitted: dict[bytes, bytes]
-) -> None:
+def _read_submissions(journal: Journal, units: dict[bytes, Unit], submitted: dict[bytes, bytes]) -> None:
     """Losses and seconds of the units whose signed submissions are still stored."""
     for submission, lease in submitted.items():
-        row = database.execute("SELECT data FROM payloads WHERE submission = ?", (submission,)).fetchone()
-        if row is None:
-            continue
-        told = read_told(row[0])
+        payload = journal.payloads([submission]).get(submission)
+        told = None if payload is None else read_told(payload)
         if told is not None:
             units[lease].seconds, units[lease].losses = told
 

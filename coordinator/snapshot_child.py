@@ -13,6 +13,7 @@ from pathlib import Path
 
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal_place import journal_path
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.snapshot import SNAPSHOTS, Snapshots, take_snapshot
 from barnraise.protocol.errors import BarnraiseError
@@ -29,7 +30,7 @@ def make_snapshot(folder: Path) -> int | None:
     """
     spec, _, run_id = read_spec(folder)
     public = LogFolder(folder / "log", log_key(run_id, spec.operator))
-    with closing(Journal(folder / "state.sqlite", reading=True)) as journal:
+    with closing(Journal(journal_path(folder), reading=True)) as journal:
         return take_snapshot(journal, Snapshots(folder / SNAPSHOTS, run_id), public, spec.rollout.max_lag)
 
 

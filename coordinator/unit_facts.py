@@ -6,13 +6,10 @@ submission was used in. Read-only, beside a running coordinator or without one.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from barnraise.coordinator.block_events import BlockJudged, RoundFormed
 from barnraise.coordinator.events import (
@@ -20,9 +17,9 @@ from barnraise.coordinator.events import (
     BatchFormed,
     SubmissionJudged,
     SubmissionsSkipped,
-    decode_event,
 )
-from barnraise.protocol.errors import RunFolderError
+from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal_place import journal_path
 from barnraise.protocol.messages import Verdict
 
 
@@ -39,25 +36,18 @@ def facts_of(folder: Path, submissions: Collection[bytes]) -> dict[bytes, Facts]
     """Facts of these submissions, from one pass over a run folder's journal.
 
     Raises:
-        RunFolderError: no journal there, or a damaged one.
+        RunFolderError, StorageError: no journal there, or a damaged one.
     """
-    path = folder / "state.sqlite"
     found = {submission: Facts() for submission in submissions}
-    try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
-        ) as database:
-            for (data,) in database.execute("SELECT data FROM events ORDER BY seq"):
-                event = decode_event(data)
-                if isinstance(event, SubmissionJudged | BlockJudged | AppealDecided):
-                    if event.submission_id in found:
-                        found[event.submission_id].verdicts.append(event.verdict)
-                elif isinstance(event, BatchFormed | RoundFormed):
-                    for submission in found.keys() & set(event.submissions):
-                        found[submission].used_in = event.version
-                elif isinstance(event, SubmissionsSkipped):
-                    for submission in found.keys() & set(event.submissions):
-                        found[submission].skipped = True
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}): restore it from a backup") from error
+    with closing(Journal(journal_path(folder), reading=True)) as journal:
+        for event in journal.events():
+            if isinstance(event, SubmissionJudged | BlockJudged | AppealDecided):
+                if event.submission_id in found:
+                    found[event.submission_id].verdicts.append(event.verdict)
+            elif isinstance(event, BatchFormed | RoundFormed):
+                for submission in found.keys() & set(event.submissions):
+                    found[submission].used_in = event.version
+            elif isinstance(event, SubmissionsSkipped):
+                for submission in found.keys() & set(event.submissions):
+                    found[submission].skipped = True
     return found

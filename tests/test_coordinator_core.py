@@ -97,7 +97,7 @@ async def test_a_full_disk_fails_everything_queued_and_the_state_is_as_before(tm
     async with running(tmp_path) as core:
         await core.record([joined(1)])
         root, size = core.ledger.root(), len(core.ledger)
-        core.journal._db.execute("PRAGMA max_page_count = 1")
+        core.journal.store.db.execute("PRAGMA max_page_count = 1")
         failed = []
 
         async def record(number: int) -> None:
@@ -115,7 +115,7 @@ async def test_a_full_disk_fails_everything_queued_and_the_state_is_as_before(tm
         assert core.trouble
         assert len(core.state.nodes) == 1
         assert (core.ledger.root(), len(core.ledger)) == (root, size)
-        core.journal._db.execute("PRAGMA max_page_count = 1000000")
+        core.journal.store.db.execute("PRAGMA max_page_count = 1000000")
         await core.record([joined(2)])
         assert core.trouble == ""
     async with running(tmp_path) as core:

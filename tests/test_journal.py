@@ -73,13 +73,13 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledgem
 def test_a_refusing_disk_keeps_all_of_a_transaction_out_and_says_where(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state.sqlite")
     journal.commit([Write(events=[event(0)])])
-    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
-    journal._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    pages = journal.store.db.execute("PRAGMA page_count").fetchone()[0]
+    journal.store.db.execute(f"PRAGMA max_page_count = {pages + 2}")
     too_much = Write(events=[event(1)], payloads=[Payload(b"1" * 32, 0, signed(bytes(100_000)))])
     with pytest.raises(StorageError, match=str(tmp_path)):
         journal.commit([Write(events=[event(9)]), too_much])
     assert list(journal.events()) == [event(0)]
-    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.store.db.execute("PRAGMA max_page_count = 1000000")
     journal.commit([too_much])
     assert list(journal.events()) == [event(0), event(1)]
 
@@ -131,7 +131,7 @@ def test_a_missing_event_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
     journal = Journal(path)
     journal.commit([Write(events=[event(0), event(1), event(2)])])
-    journal._db.execute("DELETE FROM events WHERE seq = 1")
+    journal.store.db.execute("DELETE FROM events WHERE seq = 1")
     with pytest.raises(RunFolderError, match="event 1 is missing"):
         list(journal.events())
 
@@ -179,7 +179,7 @@ def test_cut_at_any_byte_of_its_last_records_it_opens_with_all_that_was_acknowle
         acknowledged = max(events for end, events in commits if end <= cut)
         journal = Journal(left(tmp_path / "cut", database, log[:cut], acknowledged))
         assert list(journal.events()) == [event(number) for number in range(acknowledged)]
-        assert journal._db.execute("SELECT max(size) FROM heads").fetchone()[0] == acknowledged
+        assert journal.store.db.execute("SELECT max(size) FROM heads").fetchone()[0] == acknowledged
         journal.commit([Write(events=[event(acknowledged)])])  # and goes on
         assert journal.length == acknowledged + 1
         journal.close()
@@ -270,7 +270,7 @@ def test_every_version_is_found_in_the_journal_also_in_one_from_before_there_was
     newest = [published(version) for version in (6, 5, 4)]
     assert journal.versions(7, 3) == newest
     assert [item.version for item in journal.versions(1 << 40, 100)] == list(range(19, -1, -1))
-    journal._db.execute("DROP TABLE versions")
+    journal.store.db.execute("DROP TABLE versions")
     journal.close()
     journal = Journal(tmp_path / "state.sqlite")
     assert journal.versions(7, 3) == newest

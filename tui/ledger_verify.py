@@ -105,7 +105,9 @@ def verify(
     except (MalformedError, SignatureError) as error:
         raise BarnraiseError(f"the ledger cannot be believed: {error}") from error
     except RunFolderError as error:
-        if not (source / "state.sqlite").is_file():
+        from barnraise.coordinator.journal_place import journal_begun
+
+        if not journal_begun(source):
             raise  # no run folder at all
         raise BarnraiseError(f"the ledger cannot be read: {error}") from error
     if as_json:

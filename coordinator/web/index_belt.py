@@ -18,7 +18,7 @@ import trio
 from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, Event, SubmissionsSkipped, decode_event
-from barnraise.coordinator.journal import Write
+from barnraise.coordinator.journal import Write, open_store
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.web.entries import Entries
 from barnraise.coordinator.web.index_write import IndexWriter, Use
@@ -172,10 +172,9 @@ def uses_of(event: Event) -> Iterator[Use]:
 
 def _past_uses(path: Path, start: int, end: int) -> Iterator[Use]:
     """From journalled events [start, end)."""
-    source = f"{path.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(source, uri=True, timeout=10.0)) as database:
-        rows = database.execute("SELECT data FROM events WHERE seq >= ? AND seq < ?", (start, end)).fetchall()
-    for (data,) in rows:
+    with closing(open_store(path, reading=True)) as store:
+        rows = store.events(start, end, end - start)
+    for _, data, _ in rows:
         if any(name in data[:40] for name in _USING):
             yield from uses_of(decode_event(data))
 
