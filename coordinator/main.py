@@ -19,6 +19,8 @@ import trio
 from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.folder import Run, open_run
+from barnraise.coordinator.guards import GuardLimits
+from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.scale import Spread
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
@@ -49,6 +51,8 @@ def run_from_folder(
     replay: bool = False,
     http: Bind | None = None,
     spread: Spread = Spread(),
+    keep: Keep = Keep(),
+    guards: GuardLimits = GuardLimits(),
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -63,6 +67,7 @@ def run_from_folder(
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
     ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
     serve the page, the API and the metrics; None: nowhere. ``spread``: the learner's processes, and devices.
+    ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -82,6 +87,8 @@ def run_from_folder(
                 replay,
                 http,
                 spread,
+                keep,
+                guards,
             )
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
@@ -107,6 +114,8 @@ async def _main(
     replay: bool,
     http: Bind | None,
     spread: Spread,
+    keep: Keep,
+    guards: GuardLimits,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
@@ -120,6 +129,8 @@ async def _main(
                 replay,
                 http,
                 spread,
+                keep,
+                guards,
             )
             nursery.start_soon(_serve, run, listen, *options)
             async for number in signals:
@@ -141,6 +152,8 @@ async def _serve(
     replay: bool,
     http: Bind | None,
     spread: Spread,
+    keep: Keep,
+    guards: GuardLimits,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -160,6 +173,8 @@ async def _serve(
                 pressure=pressure,
                 replay=replay,
                 http=listeners,
+                keep=keep,
+                guards=guards,
                 end=partial(os.kill, os.getpid(), signal.SIGTERM),
             )
             await nursery.start(serve)

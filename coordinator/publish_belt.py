@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from barnraise.coordinator.ledger_log import manifest_digest
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.retention import kept_whole
+from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.sessions import run_complete
 from barnraise.coordinator.state import SETTLED, State, Unpublished
 from barnraise.coordinator.unit_notes import keep_notes
@@ -64,6 +66,7 @@ class PublishBelt:
     mirrors: tuple[str, ...] = ()
     origin: Origin | None = None
     opens: bool = True
+    keep: Keep = field(default_factory=Keep)
 
     async def run(self) -> None:
         """Publish for ever. Call ``serve_head`` first."""
@@ -204,11 +207,12 @@ class PublishBelt:
         if core.spec.pretrain is not None:
             work = {key: item for key, item in core.state.blocks.work.items() if item.status not in OVER}
             await core.offload(lambda: sweep_units(self.run_folder, work))
-        keep = {0, first_policy(core.spec)}
+        spared = await core.offload(partial(kept_whole, self.run_folder, head, self.keep, keep_from))
+        keep = {0, first_policy(core.spec), *spared}
         gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from, keep))
         if self.origin is not None:
             self.origin.retain(range(max(0, keep_from), head + 1))
-        await core.offload(lambda: publisher.slim(self.run_folder, head))
+        await core.offload(lambda: publisher.slim(self.run_folder, head, spared))
         if gone:
             log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
 

@@ -149,15 +149,16 @@ def prune(run_folder: Path, store: DiskStore, keep_from: int, keep: Container[in
     return gone
 
 
-def slim(run_folder: Path, head: int) -> None:
+def slim(run_folder: Path, head: int, keep: Container[int] = ()) -> None:
     """Free what only the learner needs in checkpoints that it will not start from again.
 
     Optimiser state and float32 masters are six sevenths of a checkpoint that publishes
-    bfloat16; the two newest keep them, so that a damaged head can be made again.
+    bfloat16; the two newest keep them, so that a damaged head can be made again, and so do
+    those in ``keep``.
     """
     for folder in (run_folder / "checkpoints").glob("v*"):
         match = _CHECKPOINT.fullmatch(folder.name)
-        if match is None or not 0 < int(match[1]) < head - 1:
+        if match is None or int(match[1]) in keep or not 0 < int(match[1]) < head - 1:
             continue
         for name in (MASTER_FILE, OPTIMIZER_FILE, OUTER_FILE):
             try:

@@ -48,6 +48,7 @@ from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
 from barnraise.coordinator.sessions import Sessions
+from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.snapshot import Snapshots
 from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
@@ -112,6 +113,7 @@ async def run_coordinator(
     http: Sequence[trio.SocketListener] | None = None,
     guards: GuardLimits = GuardLimits(),
     end: Callable[[], None] | None = None,
+    keep: Keep = Keep(),
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -170,7 +172,7 @@ async def run_coordinator(
         verify = VerifyBelt(core, verifier, progress, pressure)
         learn = LearnBelt(core, learner, run.path, progress, serial_publishing)
         publish = PublishBelt(
-            core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin
+            core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin, keep=keep
         )
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from barnraise.protocol.control import send_command
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.tui.console import emit_json, examples, size
+
+if TYPE_CHECKING:
+    from barnraise.coordinator.run_file import Serve
 
 app = typer.Typer(
     help="Serve a run to volunteers.", epilog=examples("coordinator run ./my-run"), no_args_is_help=True
@@ -28,6 +31,7 @@ def group() -> None:
     epilog=examples("coordinator run ./my-run --listen /ip4/0.0.0.0/tcp/4001"),
 )
 def run(
+    context: typer.Context,
     folder: Path = typer.Argument(..., metavar="DIR", help="A run folder made by 'barnraise run init'."),
     listen: list[str] = typer.Option(
         ["/ip4/0.0.0.0/tcp/4001"], "--listen", metavar="ADDR", help="Where to listen, TCP; may be repeated."
@@ -110,10 +114,22 @@ def run(
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
+    from barnraise.coordinator.run_file import operating
     from barnraise.coordinator.scale import read_spread
     from barnraise.coordinator.web.listen import Bind, read_bind
     from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
 
+    file = operating(folder)
+    values = served(context, file.serve)
+    listen, http, no_http = list(values["listen"]), values["http"], values["no_http"]
+    threads, verifiers, verify_all = values["threads"], values["verifiers"], values["verify_all"]
+    mirror, upload_copies, relay = list(values["mirrors"]), values["upload_copies"], values["relay_mbit"]
+    learners, recompute, torchrun = (
+        values["learner_processes"],
+        values["learner_recompute"],
+        values["learner_torchrun"],
+    )
+    learner_devices, verifier_devices = values["learner_devices"], values["verifier_devices"]
     if len(mirror) > MAX_MIRRORS:
         raise typer.BadParameter(f"at most {MAX_MIRRORS} mirrors", param_hint="--mirror")
     if 0 < upload_copies < 1:
@@ -148,11 +164,32 @@ def run(
             relay_bytes_s=relay * 125_000,
             http=bind,
             spread=spread,
+            keep=file.keep,
+            guards=file.guards,
         )
     except PeerError as error:  # an address that is malformed or taken
         hint = "--http" if "--http" in str(error) else "--listen"
         raise typer.BadParameter(str(error), param_hint=hint) from error
     raise typer.Exit(code)
+
+
+_OPTIONS = {"mirrors": "mirror", "relay_mbit": "relay", "learner_processes": "learners"}
+_OPTIONS |= {"learner_recompute": "recompute", "learner_torchrun": "torchrun"}
+
+
+def served(context: typer.Context, serve: Serve) -> dict[str, Any]:
+    """``[serve]`` of the run file by key, where the command line says nothing else."""
+    found = {}
+    for key in serve.__struct_fields__:
+        option = _OPTIONS.get(key, key)
+        source = context.get_parameter_source(option)
+        typed = source is not None and source.name == "COMMANDLINE"
+        found[key] = context.params[option] if typed else getattr(serve, key)
+    if context.params["http"]:
+        found["no_http"] = False
+    if context.params["no_http"]:
+        found["http"] = ""
+    return found
 
 
 def _verifier_count(text: str) -> int:

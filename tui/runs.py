@@ -18,11 +18,16 @@ from barnraise.protocol.wire import printable
 from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
 from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
+from barnraise.tui.run_file import CHECK_EXAMPLES, TEMPLATE_EXAMPLES, check, given, keep_file, template
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
+    from barnraise.coordinator.model_source import AdapterChoice
+    from barnraise.coordinator.run_file import RunFile, RunSection
 
-app = typer.Typer(help="Make and amend runs.", epilog=examples("run init ./my-run"), no_args_is_help=True)
+app = typer.Typer(
+    help="Make, check and amend runs.", epilog=examples("run init ./my-run"), no_args_is_help=True
+)
 MOST_NAME, MOST_DESCRIPTION = 64, 500  # of the run spec
 PRESET = "(default: the model's preset)"
 
@@ -32,6 +37,10 @@ def group() -> None:
     """Make runs."""
 
 
+app.command("template", short_help="Print a run file with every key.", epilog=TEMPLATE_EXAMPLES)(template)
+app.command("check", short_help="Check a run file; estimate what the run needs.", epilog=CHECK_EXAMPLES)(
+    check
+)
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
 
@@ -40,6 +49,7 @@ app.command("amend", short_help="Change settings of a run under way.", epilog=AM
     epilog=examples(
         "run init ./my-run",
         "run init ./my-run --model ./Qwen3-0.6B --environment chain_sum",
+        "run init ./my-run --model Qwen/Qwen2.5-7B-Instruct --lora-rank 16 --lora-alpha 32",
         "run init ./my-run --phase pretrain --model tiny --corpus ./corpus",
         "run init ./my-run --phase pretrain --model ./Qwen3-0.6B --corpus ./corpus --blocks 4 --rounds 20",
         "run init ./next --phase pretrain --model tiny --corpus ./corpus --scaffold ./my-run",
@@ -47,6 +57,7 @@ app.command("amend", short_help="Change settings of a run under way.", epilog=AM
     ),
 )
 def init(
+    context: typer.Context,
     folder: Path = typer.Argument(
         ..., metavar="DIR", help="The run folder to make; must not exist, or be empty."
     ),
@@ -106,6 +117,28 @@ def init(
     ),
     learning_rate: float | None = typer.Option(
         None, "--learning-rate", metavar="X", min=1e-9, max=1.0, help=f"AdamW's peak rate {PRESET}."
+    ),
+    lora_rank: int | None = typer.Option(
+        None,
+        "--lora-rank",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Train low-rank adapters of this rank instead of the model (default: the model).",
+    ),
+    lora_alpha: float | None = typer.Option(
+        None,
+        "--lora-alpha",
+        metavar="X",
+        min=0.001,
+        max=1e6,
+        help="Their weight is alpha / rank (twice the rank).",
+    ),
+    lora_targets: str | None = typer.Option(
+        None,
+        "--lora-targets",
+        metavar="NAMES",
+        help="Layers that get one, such as q_proj,v_proj (all linear ones).",
     ),
     phase: str = typer.Option(
         "posttrain",
@@ -196,6 +229,9 @@ def init(
         "--then-posttrain/--no-posttrain",
         help="Pretrain: go on with rewards, --versions of them (default: with 'demo').",
     ),
+    file: Path | None = typer.Option(
+        None, "--file", metavar="FILE", help="A run file ('run template'); options come before what it says."
+    ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object as the last line."),
 ) -> None:
     """Make a run: choose the model and the task, sign the run spec, write policy version 0."""
@@ -204,9 +240,20 @@ def init(
     from barnraise.coordinator import folder as run_folder
     from barnraise.coordinator.calibration import measured_verify_spec
     from barnraise.coordinator.model_source import BUILT_IN, ModelSourceError, prepare_model, resolve_model
+    from barnraise.coordinator.run_file import RunFile, read_run_file, settings_of
     from barnraise.protocol.environments import build_environment
 
     _check_folder(folder)
+    loaded = RunFile() if file is None else read_run_file(file)
+    if file is not None:
+        of = loaded.run
+        model = model if given(context, "model") else of.model
+        phase = phase if given(context, "phase") else of.phase
+        seed = seed if given(context, "seed") else of.seed
+        name, description = name or of.name or None, description or of.description
+        lora_rank = lora_rank or of.lora_rank or None
+        lora_alpha = lora_alpha or (of.lora_alpha or None if lora_rank else None)
+        lora_targets = lora_targets or of.lora_targets or None
     _check_words("--name", name or "", MOST_NAME)
     _check_words("--description", description, MOST_DESCRIPTION)
     if environment_settings is not None:
@@ -220,6 +267,7 @@ def init(
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
     def change(settings: Settings) -> Settings:
+        settings = replace(settings_of(loaded, settings), admission=loaded.run.admission)
         most = max(groups, settings.rollout.max_groups_per_version) if groups else None
         rollout = {
             "versions": versions,
@@ -238,6 +286,7 @@ def init(
         _check_message(settings)
         return settings
 
+    adapter = _adapter_choice(lora_rank, lora_alpha, lora_targets)
     pretraining: dict[str, object] = {
         "blocks": blocks,
         "scaffold_layers": scaffold_layers,
@@ -252,7 +301,16 @@ def init(
         "batch": batch,
         "rate": pretrain_rate,
     }
+    asked = loaded.signed.get("pretrain", {})
     if phase == "pretrain":
+        pretraining = {**{key: asked.get(key) for key in pretraining}, **_given(pretraining)}
+        first = first if given(context, "first") else asked.get("init", first)
+        streams = streams if given(context, "streams") else asked.get("data", streams)
+        delta = delta if given(context, "delta") else asked.get("delta", delta)
+        trim = asked.get("trim") if trim is None else trim
+        then_posttrain = asked.get("then_posttrain") if then_posttrain is None else then_posttrain
+        if adapter is not None:
+            raise typer.BadParameter("pretraining changes all weights", param_hint="--lora-rank")
         from barnraise.coordinator.pretrain_presets import Choices
         from barnraise.tui import pretrain_run
 
@@ -278,6 +336,7 @@ def init(
             seed=seed,
             as_json=as_json,
         )
+        keep_file(folder, loaded, _section(loaded, model, phase, name, description, seed, None), asked)
         return
     _one_of(phase, "--phase", "posttrain", "pretrain")
     if corpus is not None or scaffold is not None or then_posttrain is not None or _given(pretraining):
@@ -295,7 +354,7 @@ def init(
             source = resolve_model(model, Path(scratch), seed, progress)
             progress("checking the model and its tokenizer", 0.0)
             prepared = Path(scratch) / "prepared"
-            prepare_model(source, prepared, settings.weights_dtype, settings.environment)
+            prepare_model(source, prepared, settings.weights_dtype, settings.environment, adapter, seed)
         except ModelSourceError as error:
             raise typer.BadParameter(str(error), param_hint="--model") from error
         except _model_error() as error:
@@ -314,11 +373,48 @@ def init(
             seed=seed,
             now_ms=time.time_ns() // 1_000_000,
         )
+    keep_file(folder, loaded, _section(loaded, model, phase, name, description, seed, adapter), {})
     typer.echo(_described(settings))
     typer.echo(whence)
     typer.echo(f"run {run_id.hex()[:16]} made in {folder}; serve it with: barnraise coordinator run {folder}")
     if as_json:
         emit_json({"folder": str(folder), "run_id": run_id.hex()})
+
+
+def _adapter_choice(rank: int | None, alpha: float | None, targets: str | None) -> AdapterChoice | None:
+    from barnraise.coordinator.model_source import AdapterChoice
+
+    if rank is None:
+        if alpha is not None or targets is not None:
+            raise typer.BadParameter("adapters need a rank as well", param_hint="--lora-rank")
+        return None
+    names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
+    if any(len(name) > 64 for name in names) or len(names) > 64:
+        raise typer.BadParameter("at most 64 names of 64 characters", param_hint="--lora-targets")
+    return AdapterChoice(rank, 2.0 * rank if alpha is None else alpha, names)
+
+
+def _section(
+    loaded: RunFile,
+    model: str,
+    phase: str,
+    name: str | None,
+    description: str,
+    seed: int,
+    adapter: AdapterChoice | None,
+) -> RunSection:
+    """What ``RUN/run.toml`` says of how the run was made."""
+    from msgspec.structs import replace as with_fields
+
+    lora = {}
+    if adapter is not None:
+        lora = {
+            "lora_rank": adapter.rank,
+            "lora_alpha": float(adapter.alpha),
+            "lora_targets": ",".join(adapter.targets),
+        }
+    words = {"model": model, "phase": phase, "name": name or "", "description": description, "seed": seed}
+    return with_fields(loaded.run, **words, **lora)
 
 
 def _check_message(settings: Settings) -> None:

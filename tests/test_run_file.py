@@ -1,0 +1,191 @@
+"""The run file: every key documented, mistakes named, the same run again from what was written."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from barnraise.coordinator import presets
+from barnraise.coordinator.checkpoints import Record, write_record
+from barnraise.coordinator.folder import read_spec
+from barnraise.coordinator.publisher import slim
+from barnraise.coordinator.retention import kept_whole
+from barnraise.coordinator.run_estimate import Swarm, estimate
+from barnraise.coordinator.run_file import (
+    Keep,
+    RunFile,
+    RunFileError,
+    RunSection,
+    operating,
+    read_run_file,
+    settings_of,
+)
+from barnraise.coordinator.run_keys import SECTIONS, TEXTS, allowed, keys, reference, write_run_file
+from barnraise.coordinator.workers import Trained, checkpoint_folder
+from barnraise.tui.main import app
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "run-file.md"
+PRESETS = {"demo": presets.demo, "smollm2": presets.smollm2, "./mine": presets.generic}
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_key_has_a_meaning_and_a_range_and_the_page_is_what_the_code_says():
+    assert {f"{section}.{key}" for section, key, _ in keys()} == set(TEXTS)
+    assert {section for section, _, _ in keys()} == set(SECTIONS)
+    assert all(allowed(hint) for _, _, hint in keys())
+    assert DOCUMENT.read_text(encoding="utf-8") == reference()
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("phase", ["posttrain", "pretrain"])
+def test_a_template_that_nobody_touched_is_the_preset(tmp_path, model, phase):
+    file = RunFile(run=RunSection(model=model, phase=phase))
+    found = read_run_file(written(tmp_path, write_run_file(file, PRESETS[model]())))
+    assert settings_of(found, PRESETS[model]()) == PRESETS[model]()
+    assert (found.run, found.serve, found.keep, found.guards) == (
+        file.run,
+        file.serve,
+        file.keep,
+        file.guards,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[grpo]\nlearning_rat = 1.0", "learning_rat.*did you mean learning_rate"),
+        ("[grp]\nx = 1", "no section .grp.*did you mean grpo"),
+        ("[grpo]\nlearning_rate = 'fast'", "learning_rate.*Expected `float`"),
+        ("[grpo]\nlearning_rate = -1", "learning_rate.*> 0"),
+        ("[rollout]\nversions = 1.5", "versions.*Expected `int`"),
+        ("[keep]\nevery = true", "every.*Expected `int`"),
+        ("[serve]\nlisten = []", "listen"),
+        ("[run]\nadmission = 'nobody'", "admission.*nobody"),
+        ("[guards]\nkl = 0", "kl"),
+        ("[pretrain]\nblocks = 4", "phase"),
+        ("versions = 4", "outside of a section"),
+        ("[run", "no TOML"),
+        ("\x00", "no TOML"),
+        ("#" * 300_000, "larger than"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_section_and_key(tmp_path, text, why):
+    with pytest.raises(RunFileError, match=rf"(?s)run\.toml.*{why}"):
+        read_run_file(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[rollout]\ngroups_per_version = 65536",
+        "[rollout]\ndeadline_s = 1",
+        "[environment]\nsettings = 'letters=5'",
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(tmp_path, text):
+    with pytest.raises(RunFileError):
+        settings_of(read_run_file(written(tmp_path, text)), presets.demo())
+
+
+def test_whole_numbers_do_for_floats_and_what_is_left_out_stays(tmp_path):
+    file = read_run_file(written(tmp_path, "[grpo]\nlearning_rate = 1\n[keep]\ndisk_gb = 3\n"))
+    settings = settings_of(file, presets.demo())
+    assert settings.grpo == msgspec.structs.replace(presets.demo().grpo, learning_rate=1.0)
+    assert file.keep == Keep(disk_gb=3.0)
+
+
+def test_a_run_made_from_a_file_is_what_the_file_says_and_keeps_it(tmp_path):
+    text = (
+        '[run]\nname = "mine"\nadmission = "invite"\n[rollout]\nversions = 7\n'
+        "[sampling]\nmax_new_tokens = 6\n"
+        '[serve]\nverifiers = "auto"\nno_http = true\n[guards]\nkl = 0.25\n'
+    )
+    path, folder = written(tmp_path, text), tmp_path / "run"
+    command = ["run", "init", str(folder), "--file", str(path), "--versions", "9", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    spec = read_spec(folder)[0]
+    assert (spec.name, spec.admission, spec.rollout.versions) == ("mine", "invite", 9)  # options come first
+    assert spec.sampling.max_new_tokens == 6
+    kept = operating(folder)
+    assert (kept.serve.verifiers, kept.serve.no_http, kept.guards.kl) == ("auto", True, 0.25)
+    assert settings_of(kept, presets.demo()).rollout == spec.rollout
+    shown = CliRunner().invoke(app, ["run", "check", str(folder), "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.output)["versions"] == 9
+
+
+def test_a_folder_from_before_run_files_is_served_by_defaults(tmp_path):
+    assert operating(tmp_path) == RunFile()
+
+
+def test_a_damaged_file_stops_the_start_and_says_where(tmp_path):
+    written(tmp_path, "[serve]\nthreads = 0")
+    with pytest.raises(RunFileError, match="threads"):
+        operating(tmp_path)
+
+
+def test_check_says_what_will_not_do(tmp_path):
+    path = written(tmp_path, '[run]\nmodel = "./absent"\n[rollout]\ntimeout_s = 1\n')
+    result = CliRunner().invoke(app, ["run", "check", str(path)])
+    assert result.exit_code == 1
+    result = CliRunner().invoke(app, ["run", "check", str(path), "--parameters", "7e9", "--nodes", "4"])
+    assert result.exit_code == 1
+    assert "timeout_s" in result.output
+
+
+def test_estimates_grow_with_the_model_and_shrink_with_the_swarm():
+    def of(parameters: int, nodes: int):
+        return estimate(
+            parameters=parameters,
+            published_bytes=2,
+            compute_bytes=2,
+            rollout=presets.generic().rollout,
+            max_new_tokens=256,
+            keep=Keep(),
+            swarm=Swarm(nodes=nodes),
+        )
+
+    small, large, many = of(10**8, 10), of(10**9, 10), of(10**8, 100)
+    assert large.disk_bytes > 9 * small.disk_bytes
+    assert large.version_bytes == 2 * 10**9
+    assert many.rollouts_s == pytest.approx(small.rollouts_s / 10)
+    assert many.patch_s < 10 * small.patch_s  # nodes lend their upload, too
+
+
+def checkpoints_of(folder: Path, versions: range, size: int = 1000) -> None:
+    for version in versions:
+        place = checkpoint_folder(folder, version)
+        place.mkdir(parents=True)
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            (place / name).write_bytes(bytes(size))
+        trained = Trained(version=version, weights="model.safetensors", stats=None, accuracy=-1.0)
+        write_record(place, Record(version=version, step=version, trained=trained))
+
+
+def test_every_so_manieth_version_stays_whole_the_newest_of_them(tmp_path):
+    checkpoints_of(tmp_path, range(31))
+    spared = kept_whole(tmp_path, 30, Keep(every=5, most=3), 27)
+    assert spared == {20, 25, 30}
+    slim(tmp_path, 30, spared)
+    whole = {
+        version
+        for version in range(31)
+        if (checkpoint_folder(tmp_path, version) / "optimizer.safetensors").exists()
+    }
+    assert whole == {0, 20, 25, 29, 30}
+    assert kept_whole(tmp_path, 30, Keep(every=0), 27) == set()
+
+
+def test_the_oldest_go_where_the_disk_is_full(tmp_path):
+    checkpoints_of(tmp_path, range(31), size=10**6)
+    two_more = Keep(every=5, most=5, disk_gb=(5 + 2) * 2.001e6 / 1e9)
+    assert kept_whole(tmp_path, 30, two_more, 27) == {20, 25, 30}
+    assert kept_whole(tmp_path, 30, Keep(every=5, most=5, disk_gb=0.001), 27) == {30}
