@@ -128,7 +128,7 @@ class Gossiper:
         self._nursery: trio.Nursery | None = None
         self._early: list[tuple[Callable[..., Any], tuple[object, ...]]] = []  # tasks for when ``run`` begins
         self._over = False
-        self._wake = trio.Event()
+        self._wake, self._stirred = trio.Event(), trio.Event()
         self._planned = math.inf
         self._traffic = ShardTraffic(self)
         self._known = tuple(known)
@@ -250,6 +250,10 @@ class Gossiper:
         elif not self._over:
             self._early.append((task, arguments))
 
+    def stir(self) -> None:
+        """What a viewer is shown has changed: say so within a sweep."""
+        self._stirred.set()
+
     def report(self, code: str, peer: str, text: str) -> None:
         """Tell the owner of something noteworthy; ``peer`` empty: nobody's doing but the run's own."""
         self._on_report(code, peer, text)
@@ -301,14 +305,23 @@ class Gossiper:
                 await trio.sleep(CAP_S)
 
     async def _sweep(self) -> None:
-        """End links that are nobody's: strangers who say nothing, leftovers of a hang-up."""
+        """End links that are nobody's: strangers who say nothing, leftovers of a hang-up.
+
+        Asleep while no link comes or goes and no shard moves.
+        """
         while True:
+            await self._stirred.wait()
+            self._stirred = trio.Event()
             await trio.sleep(max(SWEEP_S, self.core.views.config.shuffle_period / 2))
             now = trio.current_time()
-            for link in list(self.links.values()):
-                if not self._needed(link.peer_id) and now - link.since > STRANGER_S:
+            nobodys = [link for link in self.links.values() if not self._needed(link.peer_id)]
+            for link in nobodys:
+                if now - link.since > STRANGER_S:
                     self.end(link, "no neighbour", abruptly=False)
             self._on_change()
+            transfer = self.core.transfer
+            if nobodys or transfer.sending() or transfer.receiving():
+                self.stir()
 
     def _needed(self, peer: str) -> bool:
         return peer in self.core.views.active or peer in self.core.views.pending
@@ -332,7 +345,6 @@ class Gossiper:
         peer = contact.peer_id
         stream: Stream | None = None
         try:
-            await trio.lowlevel.checkpoint()  # the machine may be in the middle of something
             if peer not in self.links and peer not in self.banned:
                 stream = await self._dialler.open(contact)
         except PeerError as error:
@@ -355,6 +367,7 @@ class Gossiper:
             link = self.links[peer] = Link(peer, trio.current_time())
             link.streams.append(stream)
             self.spawn(self._write, link)
+            self.stir()
         else:
             link.streams.append(stream)
         return link
@@ -368,6 +381,7 @@ class Gossiper:
         link.streams += self._traffic.ended(link)
         if self._nursery is not None:
             self._nursery.start_soon(partial(link.close, abruptly=abruptly))
+        self.stir()
         log.debug("link to %s ended: %s", link.peer_id, reason)
         self.do(self.core.disconnected(link.peer_id, trio.current_time()))
 

@@ -49,6 +49,7 @@ class ShardTraffic:
         link = self._owner.links.get(peer)
         if link is not None:
             sending = self._sending[peer] = Sending(number, index)
+            self._owner.stir()
             self._owner.spawn(self._send, link, sending)
 
     def stop(self, peer: str, number: int, index: int) -> None:
@@ -211,6 +212,7 @@ class ShardTraffic:
                     f"shard {piece.index} has {shards[piece.index][1]} bytes, {piece.total} are announced"
                 )
         receiving = self._receiving[peer] = Receiving(piece)
+        owner.stir()
         if shards is None:
             receiving.drop()
         owner.do(owner.core.incoming(peer, piece.version, piece.index, trio.current_time()))

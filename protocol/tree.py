@@ -142,7 +142,12 @@ class Tree:
         if len(self._heads) > self.config.heads:
             del self._heads[min(self._heads, key=lambda known: self._heads[known][0].version)]
         effects: Effects = [Deliver(sender, gossip.version, gossip.head)]
-        effects += [Send(peer, ours) for peer in self.eager if peer != sender]
+        twice = [peer for peer in self.eager if peer in announced and peer != sender]
+        if not sender:
+            del twice[:1]  # the head came another way: one who has it stays the way to the next one
+        for peer in twice:  # it would be the same head again, and the answer to it a prune
+            effects += [*self._make(peer, eager=False), Send(peer, Prune())]
+        effects += [Send(peer, ours) for peer in self.eager if peer != sender and peer not in announced]
         mark = HeadMark(id=id_, version=ours.version, hops=ours.hops)
         effects += [
             Send(peer, GossipHave(marks=(mark,)))

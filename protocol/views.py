@@ -43,7 +43,8 @@ _BRINGS = {_JOIN: 4, _URGENT: 2}  # links that a request leads to, since those w
 
 
 class ViewConfig(Struct, frozen=True):
-    """Sizes, walks and periods (seconds). The paper's: 5, 30, 6, 3, 3, 4.
+    """Sizes, walks and periods (seconds). The paper's: 5, 30, 6, 3, 3, 4. With eight neighbours
+    walks of 4 lead as far: 1000 nodes joined with walks of 6 have the same paths and clustering.
 
     While no neighbour is lost and no more than ``spare`` are missing, the time between shuffles
     doubles, from ``shuffle_period`` up to ``shuffle_longest``, or a quarter of it while one is
@@ -55,8 +56,8 @@ class ViewConfig(Struct, frozen=True):
     passive: int = 48
     spare: int = 2
     join_walks: int = 3
-    active_walk: int = 6
-    passive_walk: int = 3
+    active_walk: int = 4
+    passive_walk: int = 2
     shuffle_active: int = 3
     shuffle_passive: int = 4
     shuffle_period: float = 10.0

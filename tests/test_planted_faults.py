@@ -221,7 +221,7 @@ FAULTS: Sequence[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = (
     (skip_the_signature_of_submissions, {"submission-signed"}),
     (credit_twice, {"credit-conserved"}),
     (forget_leases_on_restart, {"restart-forgets-nothing"}),
-    (forward_unverified_shards, {"shards-verified", "version-signed"}),
+    (forward_unverified_shards, {"shards-verified", "version-signed", "waiting-bounded"}),
     (accept_an_unsigned_manifest, {"version-signed"}),
     (acknowledge_before_it_is_durable, {"acknowledged-kept"}),
     (keep_used_work_in_the_pool, {"used-once"}),

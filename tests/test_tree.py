@@ -58,6 +58,28 @@ def test_who_announced_a_head_is_not_told_of_it() -> None:
     assert [effect.peer for effect in effects if isinstance(effect, Send)] == ["d", "c"]
 
 
+def test_a_newcomer_sends_the_head_to_nobody_who_announced_it() -> None:
+    node = tree("a", "b", "c", "new")
+    for peer in ("a", "b", "c"):
+        node.on_message(peer, mark(1, 1), 0.0)
+    effects = [effect for effect in node.on_message("a", gossip(1), 0.1) if isinstance(effect, Send)]
+    assert {(effect.peer, type(effect.message)) for effect in effects} == {
+        ("b", Prune),
+        ("c", Prune),
+        ("new", Gossip),
+    }
+    assert set(node.eager) == {"a", "new"}
+
+
+def test_a_head_that_came_another_way_leaves_one_way_for_the_next() -> None:
+    node = tree("a", "b")
+    for peer in ("a", "b"):
+        node.on_message(peer, mark(1, 1), 0.0)
+    assert Send("b", Prune()) in node.broadcast(1, head(1), 0.1)
+    assert set(node.eager) == {"a"}
+    assert set(node.lazy) == {"b"}
+
+
 def test_a_second_copy_prunes_its_link() -> None:
     node = tree("a", "b")
     node.on_message("a", gossip(1), 0.0)

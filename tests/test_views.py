@@ -58,7 +58,7 @@ def test_a_newcomer_joins_and_its_join_is_forwarded() -> None:
     assert node.on_message("boot", NeighbourReply(accepted=True), 0.2) == [LinkUp("boot")]
     effects = node.on_message("new", OverlayJoin(addresses=("a/new",)), 1.0)
     assert LinkUp("new") in effects
-    assert Send("boot", ForwardJoin(newcomer=contact("new"), ttl=6)) in effects
+    assert Send("boot", ForwardJoin(newcomer=contact("new"), ttl=4)) in effects
 
 
 def test_a_full_view_refuses_polite_requests_and_grants_urgent_ones() -> None:
