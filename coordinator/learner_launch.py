@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.rendezvous import rendezvous
 
 from barnraise.coordinator.learner_shards import PATIENCE, Processes, connect
 from barnraise.protocol.child_serve import die_with_parent
@@ -49,7 +51,7 @@ def join(count: int) -> tuple[Processes, Others]:
         BarnraiseError: torchrun started another number.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        store, rank, found = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+        store, rank, found = next(iter(rendezvous("env://", timeout=PATIENCE)))
         if found != count:
             raise BarnraiseError(f"torchrun started {found} learner processes, but {count} were asked for")
         return connect(store, rank, count, device()), Others([])
@@ -75,7 +77,7 @@ def join(count: int) -> tuple[Processes, Others]:
             for rank in range(1, count)
         ]
     )
-    processes = connect(dist.FileStore(path, count), 0, count, device())
+    processes = connect(FileStore(path, count), 0, count, device())
     folder.cleanup()  # all have met
     return processes, others
 
@@ -156,9 +158,9 @@ def follow(handle: Callable[[Any, Processes], None], requests: Any) -> NoReturn:
     try:
         if STORE in os.environ:
             die_with_parent()
-            store: Any = dist.FileStore(os.environ[STORE], count)
+            store: Any = FileStore(os.environ[STORE], count)
         else:
-            store, rank, count = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+            store, rank, count = next(iter(rendezvous("env://", timeout=PATIENCE)))
         processes = connect(store, rank, count, device())
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(requests)
         while True:

@@ -152,7 +152,8 @@ def start_writing(
     policy: Policy, optimizer: torch.optim.Optimizer, folder: Path, processes: Processes
 ) -> Future[Any]:
     """Copy this process's shards aside and have a thread write them to ``folder``; done with the future."""
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     tensors: dict[str, Any] = {f"weight/{name}": tensor.detach() for name, tensor in _own(policy.model)}
     for name, parameter in trainable_parameters(policy).items():
@@ -172,7 +173,8 @@ def read_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) 
     Raises:
         RunFolderError: files are missing, damaged or another run's.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     own, trained = dict(_own(policy.model)), trainable_parameters(policy)
     try:
@@ -229,7 +231,10 @@ def read_whole(tensors: Sequence[tuple[str, Tensor]], path: Path, prefix: str = 
 
 
 def _part(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        local: Tensor = tensor.to_local().detach()
+        return local
+    return tensor.detach()
 
 
 def _rows(tensor: Tensor) -> slice:

@@ -80,8 +80,12 @@ class Scores(nn.Module):
             if self.packs and packed_tokens(prompts, tokens) <= (1 - LEAST_SAVING) * _padded(rows):
                 hidden = packed_states(policy, pack(prompts, tokens, policy.device))
             else:
-                hidden = prefill(policy, prompts, tokens, max_tokens=2**40, grad=torch.is_grad_enabled())
-                hidden = hidden if isinstance(hidden, Tensor) else torch.cat(hidden)
+                graph = torch.is_grad_enabled()
+                hidden = (
+                    prefill(policy, prompts, tokens, max_tokens=2**40, grad=True)
+                    if graph
+                    else torch.cat(prefill(policy, prompts, tokens))
+                )
             return token_logprobs(
                 hidden,
                 policy.head_weight,
