@@ -448,10 +448,11 @@ class MemorySwarm:
             raise ValueError(f"a host named {peer_id} runs already")
         self._defaults[peer_id] = (latency_s, bandwidth, upload if upload is not None else bandwidth)
         self._count += 1
+        number = self._count if number is None else number  # before another begins, too
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             handlers: trio.Nursery = await nursery.start(_hold_open)
-            host = MemoryNetwork(self, peer_id, handlers, self._count if number is None else number)
+            host = MemoryNetwork(self, peer_id, handlers, number)
             host.dialable = dialable
             self._hosts[peer_id] = self._places[_place(host._address)] = host
             try:
