@@ -36,6 +36,7 @@ from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.folder import Run
+from barnraise.coordinator.greeter import Greeter
 from barnraise.coordinator.guard_belt import GuardBelt
 from barnraise.coordinator.guards import GuardLimits
 from barnraise.coordinator.hub import Hub
@@ -47,8 +48,8 @@ from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
-from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.run_file import Keep
+from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.snapshot import Snapshots
 from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
@@ -60,13 +61,14 @@ from barnraise.coordinator.workers import Learner, Verifier
 from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
-from barnraise.protocol.hello import answer_hello
+from barnraise.protocol.hello import Floor
 from barnraise.protocol.log_messages import LOG_PROTOCOL
 from barnraise.protocol.messages import (
     HELLO_PROTOCOL,
     MAX_SHARD,
     SESSION_PROTOCOL,
     SHARD_PROTOCOL,
+    Hello,
     Manifest,
 )
 from barnraise.protocol.network import Network
@@ -111,9 +113,11 @@ async def run_coordinator(
     pressure: Pressure | None = None,
     replay: bool = False,
     http: Sequence[trio.SocketListener] | None = None,
+    keep: Keep = Keep(),
     guards: GuardLimits = GuardLimits(),
     end: Callable[[], None] | None = None,
-    keep: Keep = Keep(),
+    hello: Hello | None = None,
+    floor: Floor | None = None,
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -133,6 +137,8 @@ async def run_coordinator(
         pressure: the backlog from which proven nodes' work may be spared; None: never.
         replay: fold every event from the first on, and compare what the snapshots say.
         http: where to serve the page (``barnraise.coordinator.web``); None: nowhere.
+        hello: the protocol version to speak; None: this installation's own.
+        floor: the oldest version that is served, and from when on; None: all of our major.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -158,6 +164,7 @@ async def run_coordinator(
         take = in_child(run.path) if offload is in_thread else None
         keeper = SnapshotBelt(core, public_log, snapshots, take)
         hub, progress, deadlines = Hub(), Progress(), Deadlines(core)
+        greeter = Greeter(hub, now_ms, hello, floor)
         store = DiskStore(run.store_path)
         sessions = Sessions(
             core,
@@ -213,7 +220,7 @@ async def run_coordinator(
                     }
                     await nursery.start(serve_control, run.control_path, get_state, commands, changed)
                     nursery.start_soon(_show, core, changed)
-                network.set_handler(HELLO_PROTOCOL, answer_hello)
+                network.set_handler(HELLO_PROTOCOL, greeter.answer)
                 network.set_handler(SESSION_PROTOCOL, sessions.serve)
                 network.set_handler(SHARD_PROTOCOL, serve_shards(store, sent=origin.gossiper.sent_beside))
                 relay = Relay(network, None if relay_bytes_s <= 0 else bulk(relay_bytes_s))
@@ -232,7 +239,7 @@ async def run_coordinator(
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
                 nursery.start_soon(guard.run)
-                nursery.start_soon(_tick, core, sessions, deadlines, pressure is not None)
+                nursery.start_soon(_tick, core, sessions, greeter, deadlines, pressure is not None)
                 if web is not None:
                     nursery.start_soon(web.run, http or ())
                 task_status.started(get_state)
@@ -274,13 +281,14 @@ def _push_receipts(hub: Hub, write: Write) -> None:
         hub.send_receipt(receipt.node, receipt.signed)
 
 
-async def _tick(core: Core, sessions: Sessions, deadlines: Deadlines, spares: bool) -> None:
+async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Deadlines, spares: bool) -> None:
     """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
     head_at = trio.current_time() + TREE_HEAD_EVERY_S
     signed_size = 0
     while True:
         await trio.sleep(TICK_S)
         sessions.end_silent()
+        greeter.end_old()
         try:
             now, complete = core.now_ms(), scheduler.is_complete(core.state, core.settings.rollout)
             sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)

@@ -102,7 +102,9 @@ async def _session(ctx: Context, attempt: int) -> str:
     if attempt == 1:
         ctx.say(f"connecting to {', '.join(ctx.config.addresses)}")
     peer_id, address = await dial(ctx.network, ctx.config.addresses)
-    session = await greet(ctx.network, peer_id)
+    session = await greet(
+        ctx.network, peer_id, ctx.config.hello, lambda text: ctx.say(f"update soon: {text}", logging.WARNING)
+    )
     ctx.coordinator = ctx.facts.coordinator = peer_id
     failure: BarnraiseError | None = None
     async with trio.open_nursery() as nursery:

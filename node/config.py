@@ -34,6 +34,7 @@ from pathlib import Path
 
 import platformdirs
 
+from barnraise.protocol.messages import Hello
 from barnraise.protocol.pseudonym import pseudonym
 
 DEFAULT_DISK_BYTES = 20 * 10**9
@@ -76,6 +77,7 @@ class NodeConfig:
         witness_s: seconds, about, between looks at the ledger's newest head.
         look_s: seconds between looks at what nothing tells of (room on the disk, a machine that slept).
         tree: whether to take part in the broadcast tree; without it weights come from peers one by one.
+        hello: the protocol version to speak; None: this installation's own.
     """
 
     address: str
@@ -100,6 +102,7 @@ class NodeConfig:
     witness_s: float = 60.0
     look_s: float = 5.0
     tree: bool = True
+    hello: Hello | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Each step has a time limit and an error that names the address and the cause (R2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -24,6 +24,7 @@ from barnraise.protocol.messages import (
     HELLO_PROTOCOL,
     SESSION_PROTOCOL,
     Acknowledged,
+    Hello,
     InviteRequest,
     JoinReply,
     JoinRequest,
@@ -35,6 +36,7 @@ from barnraise.protocol.pretrain import BlockLease, last_block_version
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.session import Session
 from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.wire import printable
 
 DIAL_S = 20.0
 STEP_S = 20.0
@@ -67,8 +69,16 @@ async def dial(network: Network, addresses: Sequence[str]) -> tuple[str, str]:
     raise PeerError("; ".join(reasons))
 
 
-async def greet(network: Network, peer_id: str) -> Session:
+async def greet(
+    network: Network,
+    peer_id: str,
+    ours: Hello | None = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Session:
     """Exchange versions and open a session stream (not yet running).
+
+    ``ours``: what we speak, instead of what this installation does; ``notice`` is told what the
+    other side says of it although it serves us.
 
     Raises:
         VersionError: the two sides do not understand each other; the text has the cure (R20).
@@ -78,9 +88,11 @@ async def greet(network: Network, peer_id: str) -> Session:
         with trio.fail_after(STEP_S):
             stream = await network.open_stream(peer_id, HELLO_PROTOCOL)
             try:
-                await say_hello(stream)
+                reply = await say_hello(stream, ours)
             finally:
                 await _close(stream)
+            if reply.message:
+                notice(printable(reply.message, 500))
             return Session(await network.open_stream(peer_id, SESSION_PROTOCOL))
     except trio.TooSlowError:
         raise PeerError(f"{peer_id} did not answer the version exchange within {STEP_S:.0f} s") from None

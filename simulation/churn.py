@@ -33,18 +33,23 @@ Do = Literal[
     "upgrade",
     "coordinator-crash",
     "coordinator-return",
+    "coordinator-upgrade",
+    "coordinator-disk-full",
+    "coordinator-disk-free",
 ]
 UPGRADE_S = 20.0  # a new release is installed and started in so long
 
 
 @dataclass(frozen=True)
 class Planned:
-    """At ``at_s``, do this to ``nodes``. ``by_s``: for ``skew``."""
+    """At ``at_s``, do this to ``nodes``. ``by_s``: for ``skew``; ``to``, ``grace_s``: for upgrades."""
 
     at_s: float
     do: Do
     nodes: tuple[str, ...] = ()
     by_s: float = 0.0
+    to: str = ""
+    grace_s: float = 0.0
 
 
 def plan(scenario: Scenario, seed: int) -> list[Planned]:
@@ -119,7 +124,10 @@ _PAIRS: dict[str, tuple[Do, Do]] = {
     "coordinator-crash": ("coordinator-crash", "coordinator-return"),
     "mass-exit": ("power-cut", "rejoin"),
     "upgrade": ("upgrade", "upgrade"),
+    "coordinator-upgrade": ("coordinator-upgrade", "coordinator-upgrade"),
+    "coordinator-disk-full": ("coordinator-disk-full", "coordinator-disk-free"),
 }
+_TO_COORDINATOR = frozenset({"coordinator-crash", "coordinator-disk-full"})
 _ONE_BY_ONE = frozenset({"sleep", "skew", "disk-full", "mass-exit", "upgrade"})
 
 
@@ -130,14 +138,16 @@ def _happen(
     there = sorted(
         who for who, times in sessions.items() if any(begin < what.at_s < end for begin, end in times)
     )
-    if what.what == "coordinator-crash":
+    if what.what == "coordinator-upgrade":
+        return [Planned(what.at_s, begins, to=what.to, grace_s=what.grace_s)]
+    if what.what in _TO_COORDINATOR:
         return [Planned(what.at_s, begins), Planned(what.at_s + max(1.0, what.for_s), ends)]
     chosen = sorted(rng.sample(there, min(len(there), round(what.share * len(there)))))
     acts = []
     groups = [(who,) for who in chosen] if what.what in _ONE_BY_ONE else [tuple(chosen)]
     for group in groups:
         at = what.at_s + rng.uniform(0, what.over_s)
-        acts.append(Planned(at, begins, group, what.by_s))
+        acts.append(Planned(at, begins, group, what.by_s, what.to))
         if what.for_s > 0 and what.what != "upgrade":
             acts.append(Planned(at + what.for_s, ends, group))
     return acts

@@ -16,11 +16,14 @@ from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.hub import Hub
+from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.presets import demo
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
+from barnraise.protocol.hello import Floor
 from barnraise.protocol.memory_network import MemorySwarm
-from barnraise.simulation import standin
+from barnraise.protocol.messages import Hello
+from barnraise.simulation import full_disk, standin
 from barnraise.simulation.bulk import BulkNetwork
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.noting import Noting
@@ -28,6 +31,7 @@ from barnraise.simulation.scenario import Scenario
 from barnraise.simulation.traits import identity_of
 from barnraise.simulation.workers import StandInLearner, StandInVerifier
 
+_ALL_PAGES = 2**32 - 2  # SQLite's own limit
 _NUMBER = 1_000_000  # in the coordinator's address, whichever life it is in
 
 
@@ -41,6 +45,7 @@ class Headquarters:
         jobs: every training job, over all lives, in order; a job cut short by a crash comes again.
         lives: how many coordinators there have been.
         opened: called with the core of each of them, before any node reaches it.
+        hello: the protocol version that the next of them speaks. ``floor``: the oldest that it serves.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class Headquarters:
         self.bulk_sent = 0  # bytes of shards, by earlier lives
         self.opened: list[Callable[[Core], None]] = []
         self.skew_s = 0.0
+        self.hello: Hello | None = None
+        self.floor: Floor | None = None
         self.identity = identity_of(seed, "operator")
         self.folder = folder
         self.address = f"/memory/{_NUMBER}/p2p/{self.identity.peer_id}"
@@ -92,6 +99,27 @@ class Headquarters:
         await self._gone.wait()
         for path in set(snapshots.iterdir()) - before if snapshots.is_dir() else ():
             path.unlink()  # a clean stop makes one, a killed process does not
+
+    @property
+    def full(self) -> bool:
+        """Whether the run's disk is."""
+        return full_disk.is_full(self.folder)
+
+    def fill_disk(self) -> None:
+        """Let no file of the run be written, and its database not grow by a page."""
+        full_disk.fill(self.folder)
+        self._limit(1)
+
+    def free_disk(self) -> None:
+        """Make room again."""
+        full_disk.clear(self.folder)
+        self._limit(_ALL_PAGES)
+
+    def _limit(self, pages: int) -> None:
+        if self.core is not None:
+            store = self.core.journal.store
+            assert isinstance(store, SqliteStore)
+            store.db.execute(f"PRAGMA max_page_count={pages}").fetchall()  # never below what there is
 
     def _create(self) -> None:
         model = self.folder.with_name("model")
@@ -129,6 +157,8 @@ class Headquarters:
                         control=False,
                         shard_size=self._scenario.swarm.shard_bytes,
                         pressure=Pressure(),
+                        hello=self.hello,
+                        floor=self.floor,
                         task_status=_Opened(self, task_status),
                     )
         except Exception as error:
@@ -141,6 +171,8 @@ class Headquarters:
     def _opened(self, state: Any) -> None:
         self.state = state
         self.core, self.hub = state.args[0], state.args[1]  # it is partial(state_tree, core, hub, ...)
+        if self.full:
+            self._limit(1)
         self.core.listeners.append(self._noting.hear)
         for tell in self.opened:
             tell(self.core)

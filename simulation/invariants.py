@@ -141,7 +141,8 @@ class Invariants:
         core, hub = world.core, world.hub
         if core is not None and hub is not None:
             now = world.coordinator.now_ms()
-            self._try(check_leases, core.state, now)
+            if not core.trouble:  # a disk that refuses lets no lease end, either
+                self._try(check_leases, core.state, now)
             self._try(check_state, core.state, hub, len(record.leases) + len(record.waiting))
             self._try(check_reports, hub, *self._peers())
             self._try(check_log, record, *core.head)
@@ -222,6 +223,7 @@ class Invariants:
         ctx.listeners.append(partial(self._happened, node, ctx))
         self._waits.pop(node.name, None)
         if self._steps is not None and node.task is not None:
+            self._steps.nodes += 1  # counted anew at each look
             self._steps.belongs(node.task, node.name)
 
     def _happened(self, node: Node, ctx: Any, event: Event) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import trio
 
+from barnraise.node.attend import EXIT_VERSION
 from barnraise.simulation.churn import UPGRADE_S, Planned, plan
 from barnraise.simulation.determinism import run_virtual
 from barnraise.simulation.event_log import EventLog
 from barnraise.simulation.scenario import Scenario
-from barnraise.simulation.world import World, open_world
+from barnraise.simulation.world import World, open_world, speaks
 
 PROGRESS_S = 0.5  # of real time, at least, between two calls of ``progress``
 _STEP_S = 5.0  # virtual
@@ -176,8 +177,9 @@ async def _do(world: World, act: Planned, nursery: trio.Nursery) -> None:
             for who in live:
                 world.crash(who, silent=act.do == "power-cut")
         case "upgrade":
-            for who in live:
-                nursery.start_soon(_upgrade, world, who)
+            refused = [who for who in known if world.nodes[who].code == EXIT_VERSION]
+            for who in live + refused:
+                nursery.start_soon(_upgrade, world, who, act.to)
         case "partition":
             world.partition(known)
         case "heal":
@@ -207,10 +209,22 @@ async def _do(world: World, act: Planned, nursery: trio.Nursery) -> None:
         case "coordinator-return":
             if world.core is None:
                 await world.coordinator_return()
+        case "coordinator-upgrade":
+            if world.core is not None:
+                await world.coordinator_upgrade(act.to, act.grace_s)
+        case "coordinator-disk-full":
+            world.fill_coordinator_disk()
+        case "coordinator-disk-free":
+            world.free_coordinator_disk()
 
 
-async def _upgrade(world: World, who: str) -> None:
-    await world.leave(who)
+async def _upgrade(world: World, who: str, to: str) -> None:
+    if to and world.nodes[who].config.hello == speaks(to):
+        return
+    if world.nodes[who].live:
+        await world.leave(who)
+    if to:
+        world.install(who, to)
     await trio.sleep(UPGRADE_S)
     if not world.nodes[who].live:
         await world.rejoin(who)

@@ -30,6 +30,8 @@ What = Literal[
     "skew",
     "disk-full",
     "upgrade",
+    "coordinator-upgrade",
+    "coordinator-disk-full",
 ]
 
 
@@ -111,7 +113,9 @@ class Happening(_Part, frozen=True):
     """Something happens at ``at_s`` to a share of the nodes, and ends after ``for_s`` (0: it stays).
 
     ``by_s``: what is meant by how much, for ``skew``. ``over_s``: spread over so long.
-    For ``flash-crowd``, ``share`` is how many come, of ``swarm.nodes``.
+    For ``flash-crowd``, ``share`` is how many come, of ``swarm.nodes``. ``to``: the protocol version
+    that whoever is upgraded speaks from then on, as "1.1"; "": the one it spoke. A coordinator that
+    is upgraded goes on serving older minors for ``grace_s``, and no longer.
     """
 
     at_s: Seconds
@@ -120,6 +124,8 @@ class Happening(_Part, frozen=True):
     for_s: Seconds = 0.0
     over_s: Seconds = 0.0
     by_s: Annotated[float, Meta(ge=-1e7, le=1e7)] = 0.0
+    to: Annotated[str, Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?$")] = ""
+    grace_s: Seconds = 0.0
 
 
 class Scenario(_Part, frozen=True):

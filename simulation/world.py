@@ -29,11 +29,14 @@ from barnraise.coordinator.hub import Hub
 from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import Engine
+from barnraise.protocol.hello import Floor
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import DEAD_AFTER_S, MemoryNetwork, MemorySwarm
+from barnraise.protocol.messages import Hello
 from barnraise.simulation import full_disk
 from barnraise.simulation.bulk import BULK, SMALLEST, BulkNetwork
 from barnraise.simulation.cheats import make_engine
+from barnraise.simulation.churn import UPGRADE_S
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.event_log import EventLog
 from barnraise.simulation.freeze import Freezer
@@ -181,11 +184,12 @@ class World:
             full_disk.clear(node.config.data)
             if node.task is not None:
                 self.freezer.thaw(node.task)
+        full_disk.clear(self.coordinator.folder)
         for close in self._closing:
             close()
 
     def reachable(self, name: str) -> bool:
-        """Whether a node runs, is awake, is where the coordinator is, and has room on its disk."""
+        """Whether a node runs, is awake, is where the coordinator is, and both have room on their disks."""
         node = self.nodes[name]
         frozen = node.task is not None and self.freezer.frozen(node.task)
         there = self.coordinator.identity.peer_id not in self.memory._islands
@@ -195,6 +199,7 @@ class World:
             and there
             and node.peer_id not in self.memory._islands
             and not full_disk.is_full(node.config.data)
+            and not self.coordinator.full
         )
 
     # --- time
@@ -390,6 +395,12 @@ class World:
             raise ValueError(f"{name} is not running")
         return node
 
+    def install(self, name: str, version: str) -> None:
+        """Put another release on a node, which speaks protocol ``version`` ("1.1") from its next life on."""
+        node = self.nodes[name]
+        self.log.note("install", node=name, version=version)
+        node.config = replace(node.config, hello=speaks(version))
+
     # --- the network
 
     def partition(self, names: Iterable[str], island: str = "island") -> None:
@@ -467,6 +478,36 @@ class World:
         """Start it again from its journal, at the same address."""
         self.log.note("coordinator-return")
         await self.coordinator.start()
+
+    async def coordinator_upgrade(self, to: str, grace_s: float = 0.0) -> None:
+        """Stop it and start another that speaks ``to`` ("1.1"; "": as before), UPGRADE_S later.
+
+        Nodes of an older minor are served for ``grace_s`` more, those of an older major not at all.
+        """
+        self.log.note("coordinator-upgrade", to=to)
+        await self.coordinator.crash()
+        await trio.sleep(UPGRADE_S)
+        if to:
+            hello = self.coordinator.hello = speaks(to)
+            from_ms = self.coordinator.now_ms() + round(grace_s * 1000)
+            self.coordinator.floor = Floor(hello.minor, from_ms)
+        await self.coordinator.start()
+
+    def fill_coordinator_disk(self) -> None:
+        """Refuse every write to the run's folder, and every page that its database asks for."""
+        self.log.note("coordinator-disk-full")
+        self.coordinator.fill_disk()
+
+    def free_coordinator_disk(self) -> None:
+        """Make room again."""
+        self.log.note("coordinator-disk-free")
+        self.coordinator.free_disk()
+
+
+def speaks(version: str) -> Hello:
+    """The hello of a release whose protocol version is ``version``, as "1.1"."""
+    major, minor = (int(part) for part in version.split("."))
+    return Hello(major=major, minor=minor, software=f"barnraise of {version}")
 
 
 class _Lines(logging.Handler):

@@ -3,7 +3,15 @@ import trio
 
 from barnraise.protocol import hello
 from barnraise.protocol.errors import MalformedError, PeerError, VersionError
-from barnraise.protocol.hello import Compatibility, answer_hello, compatible, our_hello, say_hello
+from barnraise.protocol.hello import (
+    Compatibility,
+    Floor,
+    answer_as,
+    answer_hello,
+    compatible,
+    our_hello,
+    say_hello,
+)
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import HELLO_PROTOCOL, Hello, HelloReply
 from barnraise.protocol.network import Handler, Stream
@@ -44,6 +52,38 @@ def test_the_texts_fit_a_reply_and_stay_printable() -> None:
         verdict = compatible(ours, theirs)
         assert len(verdict.for_them) <= 500
         assert verdict.for_us.isprintable()
+
+
+def test_below_the_floor_one_is_told_in_time_and_refused_after_it() -> None:
+    """R20: whoever is too old learns it before it costs anything."""
+    floor, ours = Floor(minor=2, from_ms=1_800_000_000_000), version(1, 3)
+    assert floor.judge(ours, version(1, 2), 0) == (True, "")
+    served, told = floor.judge(ours, version(1, 1), 1_799_999_999_999)
+    assert served
+    assert "from 2027-01-15 08:00 UTC on this run needs 1.2 or newer: pip install" in told
+    served, told = floor.judge(ours, version(1, 1), 1_800_000_000_000)
+    assert not served
+    assert "this run needs 1.2 or newer: pip install" in told
+    odd = Hello(major=1, minor=0, software="\x1b" * 64)
+    assert len(Floor(2**31, 2**62).judge(ours, odd, 0)[1]) <= 500
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+async def test_a_listener_holds_a_dialer_to_its_floor(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch, minor: int
+) -> None:
+    heard: list[Hello] = []
+
+    async def answer(stream: Stream) -> None:
+        heard.append(await answer_as(stream, version(1, 1), Floor(1), 5))
+
+    monkeypatch.setattr(hello, "our_hello", lambda: version(1, minor))
+    if minor:
+        assert (await greet(answer)).message == ""
+    else:
+        with pytest.raises(VersionError, match=r"your side is too old: it speaks protocol 1\.0"):
+            await greet(answer)
+    assert heard == [version(1, minor)]
 
 
 async def greet(handler: Handler) -> HelloReply:

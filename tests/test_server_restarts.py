@@ -117,7 +117,7 @@ async def test_a_full_disk_is_said_to_the_node_and_its_work_is_taken_later(
     commit = Journal.commit
 
     def limited(self: Journal, writes: Any) -> None:
-        self._db.execute(f"PRAGMA max_page_count = {limit['pages']}")
+        self.store.db.execute(f"PRAGMA max_page_count = {limit['pages']}")
         commit(self, writes)
 
     monkeypatch.setattr(Journal, "commit", limited)
