@@ -110,6 +110,29 @@ class _Pipe:
     async def _pause(self, until: float, waiting: list[Parked]) -> None:
         await self._swarm._alarm.sleep(min(until, self._swarm._expiry(self._connection)), waiting)
 
+    def write_now(self, data: bytes) -> bool:
+        """Queue ``data`` if it may be written without waiting, whole; else, or if it broke, nothing."""
+        if self.reset or self._end_at is not None or self._held >= WINDOW or len(data) > PIECE:
+            return False
+        self._swarm._expire(self._connection)
+        if self._connection.broken:
+            return False
+        self._queue(bytes(data))
+        return True
+
+    def _queue(self, piece: bytes) -> None:
+        begin = max(trio.current_time(), self._link.free_at)
+        if self._link.bandwidth is not None:
+            weigh = self._swarm.weigh
+            size = len(piece) if weigh is None else weigh(self._protocol, len(piece))
+            begin += size / self._link.bandwidth
+            self._link.free_at = begin
+        self._pieces.append((begin + self._link.latency_s, piece))
+        self._held += len(piece)
+        if self._target is not None:
+            self._target._expect(begin + self._link.latency_s, len(piece))
+        self._comes(self._pieces[0][0])
+
     async def write(self, data: bytes) -> int:
         """Queue ``data`` piece by piece, as the reader's window allows."""
         await trio.lowlevel.checkpoint_if_cancelled()  # the window sees to it that others get their turn
@@ -127,17 +150,7 @@ class _Pipe:
                     self.wake()
                     raise PeerError(f"the peer took nothing for {WRITE_TIMEOUT_S:.0f} s")
                 await self._pause(give_up, self._writers)
-            begin = max(trio.current_time(), self._link.free_at)
-            if self._link.bandwidth is not None:
-                weigh = self._swarm.weigh
-                size = len(piece) if weigh is None else weigh(self._protocol, len(piece))
-                begin += size / self._link.bandwidth
-                self._link.free_at = begin
-            self._pieces.append((begin + self._link.latency_s, piece))
-            self._held += len(piece)
-            if self._target is not None:
-                self._target._expect(begin + self._link.latency_s, len(piece))
-            self._comes(self._pieces[0][0])
+            self._queue(piece)
         return len(data)
 
     @property
@@ -214,6 +227,13 @@ class MemoryStream:
     async def write(self, data: bytes) -> None:
         """Send all of ``data``; ``PeerError`` if reset, cut off, or nobody reads for 30 s."""
         self._host.bytes_out += await self._out.write(data)
+
+    def write_now(self, data: bytes) -> bool:
+        """Send all of ``data`` if that needs no waiting; false, and nothing sent, if it does or cannot be."""
+        if not self._out.write_now(data):
+            return False
+        self._host.bytes_out += len(data)
+        return True
 
     async def close(self) -> None:
         """Close our side; the other may go on writing."""

@@ -11,6 +11,8 @@ asks for (``Pacer.allows_more``), and asks for the next while one is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from barnraise.protocol.bandwidth import WINDOW, Pacer
@@ -100,6 +102,14 @@ class PacedStream:
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + _RESET_S):
                     await self._stream.reset()
             raise
+
+    def write_now(self, data: bytes) -> bool:
+        """Send ``data`` without waiting, where no cap holds it back and the network below can; else false."""
+        write_now: Callable[[bytes], bool] | None = getattr(self._stream, "write_now", None)
+        if write_now is None or self._up.rate is not None or not write_now(data):
+            return False
+        self._up.note(len(data))
+        return True
 
     async def close(self) -> None:
         """Close our side."""

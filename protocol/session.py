@@ -110,6 +110,10 @@ class _Watched:
     async def write(self, data: bytes) -> None:
         await self._stream.write(data)
 
+    def write_now(self, data: bytes) -> bool:
+        write_now: Callable[[bytes], bool] | None = getattr(self._stream, "write_now", None)
+        return write_now is not None and write_now(data)
+
     async def close(self) -> None:
         await self._stream.close()
 
@@ -128,7 +132,8 @@ async def _finish(stream: Stream, clean: bool) -> None:
 class _Outbox:
     """Frames waiting to be written by one task, bounded in number and in bytes.
 
-    One writer means that a cancelled caller never leaves half a frame behind.
+    One writer means that a cancelled caller never leaves half a frame behind. Where the stream
+    can take a frame without waiting (``write_now``; the in-memory network's can), it gets it at once.
     """
 
     def __init__(self, stream: Stream, frames: int) -> None:
@@ -137,6 +142,7 @@ class _Outbox:
         self._bytes = 0
         self._waiting: deque[tuple[bytes, Callable[[], None] | None]] = deque()
         self._filled = trio.Event()
+        self._write_now: Callable[[bytes], bool] | None = getattr(stream, "write_now", None)
 
     def put(self, message: Message, left: Callable[[], None] | None = None) -> bool:
         """Queue ``message``; ``left`` is called once it has left. False: the box is full.
@@ -147,6 +153,10 @@ class _Outbox:
         data = frame(message)
         if len(self._waiting) >= self._frames or self._bytes > MAX_OUTBOX_BYTES:
             return False
+        if self._write_now is not None and not self._waiting and self._write_now(data):
+            if left is not None:
+                left()
+            return True
         self._waiting.append((data, left))
         self._bytes += len(data)
         self._filled.set()
