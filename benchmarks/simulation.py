@@ -31,7 +31,6 @@ from typing import Any
 import trio
 from msgspec.structs import replace
 
-from barnraise.coordinator.collector import calm_collector
 from barnraise.simulation.run import simulate
 from barnraise.simulation.scenario import Scenario, load_scenario
 from barnraise.simulation.world import World
@@ -64,7 +63,6 @@ class _Steps(trio.abc.Instrument):
         trio.lowlevel.add_instrument(self)
         self.mark(world.now)
         await trio.sleep_until(min(SETTLED_S, world.scenario.end_s / 2))
-        calm_collector()
         self.mark(world.now)
         await trio.sleep_until(world.scenario.end_s - 1.0)
         self.mark(world.now)
