@@ -127,10 +127,12 @@ class Context:
 
     def feed(self, event: Event) -> None:
         """Fold an event into the state and wake the loop."""
+        before = self.state.activity
         self.state = core.apply(self.state, event, trio.current_time())
         self.wake.set()
         self.changed.set()
-        self.spoken.set()
+        if self.state.activity != before:
+            self.spoken.set()
         for listener in self.listeners:
             listener(event)
 

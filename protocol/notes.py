@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -86,6 +87,9 @@ class Ed25519Key:
         return verify(self.public_key, text.encode(), signature)
 
 
+_NO_NAME = re.compile(r"[\s\x00-\x1f+]")  # ``\s`` is what ``str.isspace`` is
+
+
 def key_id(name: str, kind: int, public_key: bytes) -> bytes:
     """Return the 4-byte id of a key under a name: a hint which key to try, not a proof of anything."""
     return hashlib.sha256(name.encode() + b"\n" + bytes((kind,)) + public_key).digest()[:4]
@@ -99,7 +103,7 @@ def check_name(name: str) -> None:
     """
     if not name or len(name.encode()) > MAX_NAME:
         raise MalformedError(f"a key's name has 1 to {MAX_NAME} bytes")
-    if "+" in name or any(char.isspace() or char < " " for char in name):
+    if _NO_NAME.search(name):
         raise MalformedError(
             f"{printable(name)} names no key: spaces, control characters and + are not allowed"
         )
