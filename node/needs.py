@@ -41,6 +41,11 @@ def needs(spec: RunSpec) -> Needs:
     version = model.parameters * _BYTES[model.weights_dtype]
     disk = (KEEP + 1) * version
     memory = model.parameters * _BYTES[model.compute_dtype] + version  # a new version is read beside the old
+    adapter = model.adapter
+    if adapter is not None:  # the base is one file for all versions, in memory as on disk
+        added = adapter.parameters * _BYTES[adapter.dtype]
+        disk, version = version + (KEEP + 1) * added, version + added
+        memory = model.parameters * _BYTES[model.compute_dtype] + 2 * added
     plan = spec.pretrain
     if plan is not None:
         block = -(-model.parameters // plan.blocks)
@@ -87,7 +92,7 @@ def description(spec: RunSpec, run_id: bytes, machine: Machine) -> list[Field]:
             "run by",
             f"the holder of key {fingerprint(spec.operator)}, at {printable(machine.coordinator, 300)}",
         ),
-        ("model", f"{printable(model.name)}, {model.parameters:,} parameters"),
+        ("model", f"{printable(model.name)}, {model.parameters:,} parameters{_adapter(spec)}"),
         ("download", f"about {_size(asks.version)} for a first version ({model.weights_dtype})"),
         ("disk", f"about {_size(asks.disk)}; you allow {_size(machine.disk)}{free}{warning}"),
         (
@@ -98,6 +103,16 @@ def description(spec: RunSpec, run_id: bytes, machine: Machine) -> list[Field]:
         ("your part", f"{_part(spec)}, on {machine.threads} thread{'s' if machine.threads > 1 else ''}"),
         ("kept in", str(machine.where)),
     ]
+
+
+def _adapter(spec: RunSpec) -> str:
+    adapter = spec.model.adapter
+    if adapter is None:
+        return ""
+    return (
+        f"; of these none change, but {adapter.parameters:,} of adapters (rank {adapter.rank}), "
+        f"{_size(adapter.parameters * _BYTES[adapter.dtype])} in every version"
+    )
 
 
 def _phase(spec: RunSpec) -> str:

@@ -3,8 +3,9 @@
 ``<folder>/v000012/`` holds the files, ``<folder>/v000012.manifest`` the signed
 manifest. Shards come from the store, then live in the assembled files alone: the
 store adopts them there, so that nothing lies on the disk twice once a version is
-complete. What a crash leaves is resumed from: shards in the store and in damaged
-version folders are re-hashed, and only the rest is fetched (R23). Where the manifest
+complete; a file that an earlier version has just so is linked to it. What a crash
+leaves is resumed from: shards in the store and in damaged version folders are
+re-hashed, and only the rest is fetched (R23). Where the manifest
 offers a patch from a version on disk, the patch is fetched instead
 (``barnraise.node.patching``); it stays in ``v000012.patches`` and is served on.
 
@@ -21,7 +22,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -163,7 +164,8 @@ class Versions:
         if await off_loop(manifest_bytes(part), lambda: folder_matches(part, folder)):
             self._checked_at[version] = trio.current_time()
             return True
-        self._forget(version)
+        for other in [*self._whole]:  # files that versions share are damaged in all of them
+            self._forget(other)
         self._adopt(manifest)  # its shards are hashed before they are believed again
         return False
 
@@ -235,15 +237,19 @@ class Versions:
         shards = dict(manifest_shards(part))
         total = sum(shards.values())
         if not await off_loop(size, lambda: folder_matches(part, folder)):
-            missing = await off_loop(
-                size, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
-            )
             with self._scratch(part) as scratch:
+                linked = await off_loop(size, lambda: self._linked(part, scratch))
+                sought = {d for entry in part.files if entry.path not in linked for d in entry.shards}
+                missing = await off_loop(
+                    size,
+                    lambda: {d: n for d, n in shards.items() if d in sought and not self._store.verify(d)},
+                )
                 ready, fetched = await self._patched(part, missing, fetcher, scratch, progress)
+                ready = linked | ready
                 rest = [entry for entry in part.files if entry.path not in ready]
                 needed = {digest for entry in rest for digest in entry.shards}
                 missing = {d: n for d, n in missing.items() if d in needed}
-                if ready and not missing:
+                if fetched and not missing:
                     total = fetched
                 self._store.ensure_room(sum(missing.values()), scratch=sum(e.size for e in rest))
                 done = total - sum(missing.values())
@@ -258,6 +264,25 @@ class Versions:
                 await off_loop(size, lambda: assemble(part, self._store.get, folder, ready))
         await off_loop(size, lambda: self._settle(signed, part))
         progress(total, total)
+
+    def _linked(self, manifest: Manifest, scratch: Path) -> dict[str, Path]:
+        """Files that a version checked since opening has just so, as hard links in ``scratch``, by name.
+
+        The base of a run with adapters is many gigabytes that are neither copied nor hashed again.
+        """
+        found: dict[str, Path] = {}
+        for version in sorted(self._whole, reverse=True):
+            saved = self._saved_manifest(version)
+            if saved is None or version == manifest.version:
+                continue
+            have = {entry.path: entry for entry in saved.files if entry.path in self._files[version]}
+            for entry in manifest.files:
+                old = have.get(entry.path)
+                if entry.path not in found and old is not None and old.sha256 == entry.sha256:
+                    with suppress(OSError):  # no hard links on this file system
+                        os.link(self.path(version) / entry.path, scratch / entry.path)
+                        found[entry.path] = scratch / entry.path
+        return found
 
     async def _patched(
         self,

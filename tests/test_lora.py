@@ -9,21 +9,38 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from learner_support import RUN_ID
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from spec_support import pretrain_spec
 from version_loop import SMALL, adapter_run, judged, submitted, trained
 
 from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.learner_policy import trained_policy
 from barnraise.coordinator.learner_step import make_optimizer
-from barnraise.coordinator.model_source import AdapterChoice
+from barnraise.coordinator.model_source import AdapterChoice, ModelSourceError, prepare_model
 from barnraise.coordinator.verifier import Judge
 from barnraise.coordinator.workers import Judged, VerifyJob, checkpoint_folder
 from barnraise.kernels import lora
 from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
+from barnraise.node.needs import Machine, description, needs
 from barnraise.node.torch_engine import Generator
-from barnraise.protocol.manifest import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE
+from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import MalformedError
+from barnraise.protocol.identity import Identity
+from barnraise.protocol.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    WEIGHTS_FILE,
+    build_manifest,
+    check_manifest,
+    largest_version,
+)
+from barnraise.protocol.messages import Signed
+from barnraise.protocol.runid import open_run_spec
+from barnraise.protocol.spec import RunSpec
 
+OPERATOR = Identity.from_private_bytes(b"o" * 32)
 ALL = AdapterChoice(rank=4, alpha=8.0, targets=())
 SOME = AdapterChoice(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
 IDS = torch.tensor([[3, 1, 4, 1, 5, 2, 6]])
@@ -151,6 +168,59 @@ def test_training_adapters_holds_a_fraction_of_the_bytes_of_training_all(tmp_pat
 
 
 # --- files
+
+
+def test_a_volunteer_is_told_that_the_base_is_fetched_once(tmp_path: Path) -> None:
+    spec = adapter_run(tmp_path, KINDS["llama"], ALL).spec
+    assert spec.model.adapter is not None
+    whole, added = spec.model.parameters * 4, spec.model.adapter.parameters * 4
+    asks = needs(spec)
+    assert (asks.version, asks.disk, asks.memory) == (whole + added, whole + 4 * added, whole + 2 * added)
+    machine = Machine(where=tmp_path, coordinator="x", disk=10**9, free=None, threads=1)
+    assert (
+        f"{spec.model.adapter.parameters:,} of adapters (rank 4)"
+        in dict(description(spec, bytes(32), machine))["model"]
+    )
+
+
+def signed_manifest(spec: RunSpec, folder: Path, version: int, **files: Path) -> Signed:
+    names = [*spec.model.assets, WEIGHTS_FILE, ADAPTER_FILE]
+    paths = {name: files.get(name.split(".")[0], folder / name) for name in names}
+    paths = {name: path for name, path in paths.items() if path != Path()}
+    return sign(build_manifest(RUN_ID, version, paths, 4096, 0, lambda digest, data: None), OPERATOR)
+
+
+def test_a_manifest_must_hold_the_base_of_the_spec_and_adapters(tmp_path: Path) -> None:
+    setup = adapter_run(tmp_path, KINDS["llama"], ALL, operator=OPERATOR.public_key)
+    spec, folder = setup.spec, checkpoint_folder(tmp_path, 0)
+    check_manifest(signed_manifest(spec, folder, 1), spec, RUN_ID)
+    other = tmp_path / "other"
+    other.write_bytes((folder / WEIGHTS_FILE).read_bytes()[:-1] + b"x")
+    with pytest.raises(MalformedError, match="differs from the one that the run spec pins"):
+        check_manifest(signed_manifest(spec, folder, 1, model=other), spec, RUN_ID)
+    with pytest.raises(MalformedError, match="a version with adapters is the base"):
+        check_manifest(signed_manifest(spec, folder, 1, adapter_model=Path()), spec, RUN_ID)
+    assert spec.model.adapter is not None
+    without = replace(spec, model=replace(spec.model, adapter=None))
+    room = largest_version(spec, 1) - largest_version(without, 1)
+    assert room == 2 * 4 * spec.model.adapter.parameters
+
+
+def test_a_run_spec_with_adapters_pins_their_config_and_does_not_pretrain(tmp_path: Path) -> None:
+    spec = adapter_run(tmp_path, KINDS["llama"], ALL, operator=OPERATOR.public_key).spec
+    assert open_run_spec(sign(spec, OPERATOR)) == spec
+    bare = replace(spec, model=replace(spec.model, assets={}))
+    with pytest.raises(MalformedError, match="pins adapter_config"):
+        open_run_spec(sign(bare, OPERATOR))
+    both = replace(spec, phase="pretrain", pretrain=pretrain_spec())
+    with pytest.raises(MalformedError, match="cannot have adapters"):
+        open_run_spec(sign(both, OPERATOR))
+
+
+def test_adapters_are_not_put_on_adapters(tmp_path: Path) -> None:
+    setup = adapter_run(tmp_path, KINDS["llama"], ALL)
+    with pytest.raises(ModelSourceError, match="merge them"):
+        prepare_model(checkpoint_folder(tmp_path, 0), tmp_path / "x", "float32", setup.spec.environment)
 
 
 def test_the_files_are_those_of_peft(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import spec_support
 import trio
 
-from barnraise.node.versions import Versions
+from barnraise.node.versions import FRESH_S, Versions
 from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol import memory_network
 from barnraise.protocol import store as store_module
@@ -332,6 +332,24 @@ async def test_only_changed_files_are_fetched_for_the_next_version(
         second = publish(origin.store, tmp_path / "made2", version=2)
         await node.ensure(second)
         assert origin.uploaded - before == manifest_bytes(manifest_of(second)) - len(CONFIG)
+
+
+async def test_a_file_that_stays_the_same_lies_on_the_disk_once_and_damage_to_it_is_mended(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with swarm(tmp_path) as s:
+        origin, node = await s.party("origin"), await s.party("node")
+        node.knows(origin.source(origin=True))
+        first = await node.ensure(publish(origin.store, tmp_path / "made"))
+        signed = publish(origin.store, tmp_path / "made2", version=2)
+        second = await node.ensure(signed)
+        assert (first / "config.json").samefile(second / "config.json")
+        (second / "config.json").write_bytes(b"x" * len(CONFIG))
+        await trio.sleep(FRESH_S + 1)
+        assert not await node.versions.intact(2)
+        await node.ensure(signed)
+        assert (second / "config.json").read_bytes() == CONFIG
+        assert not node.versions.is_ready(1)  # it shared the damaged file: hashed again before use
 
 
 async def test_the_newest_three_versions_stay_and_one_in_use_is_never_deleted(

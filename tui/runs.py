@@ -19,6 +19,8 @@ from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
 from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
 from barnraise.tui.run_file import CHECK_EXAMPLES, TEMPLATE_EXAMPLES, check, given, keep_file, template
+from barnraise.tui.run_filter import EXAMPLES as FILTER_EXAMPLES
+from barnraise.tui.run_filter import filter_tasks
 
 if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
@@ -40,6 +42,9 @@ def group() -> None:
 app.command("template", short_help="Print a run file with every key.", epilog=TEMPLATE_EXAMPLES)(template)
 app.command("check", short_help="Check a run file; estimate what the run needs.", epilog=CHECK_EXAMPLES)(
     check
+)
+app.command("filter", short_help="Keep tasks of use, as a swarm measured them.", epilog=FILTER_EXAMPLES)(
+    filter_tasks
 )
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
