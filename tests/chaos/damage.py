@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from swarm_support import ROLLOUT
+
 from barnraise.protocol.manifest import WEIGHTS_FILE, check_shard, folder_matches
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.wire import decode
 
+MAX_LAG = ROLLOUT["max_lag"]
 Outcome = Callable[[], str]
 """Why a damaged file was neither found nor repaired, ``""``: it was. Called when all is at rest again."""
 
@@ -96,10 +99,19 @@ def _shard(home: Path, random: Random) -> Outcome | None:
 
 
 def unsound(home: Path) -> str:
-    """Which assembled version or shard at rest is not what its name says; ``""``: none."""
-    for path in home.glob("runs/*/versions/*.manifest"):
-        manifest = decode(decode(path.read_bytes(), Signed).payload, Manifest)
-        folder = path.with_suffix("")
+    """Which assembled version or shard at rest is not what its name says; ``""``: none.
+
+    Versions that no unit can ask for any more do not count: a node looks at one when it loads it, and
+    of a node that was away for long the last before that stay beside the newest.
+    """
+    found = [
+        (path.with_suffix(""), decode(decode(path.read_bytes(), Signed).payload, Manifest))
+        for path in home.glob("runs/*/versions/*.manifest")
+    ]
+    newest = max((manifest.version for _, manifest in found), default=0)
+    for folder, manifest in found:
+        if manifest.version < newest - MAX_LAG:
+            continue
         if folder.is_dir() and not folder_matches(manifest, folder):
             return f"{folder} is not what its manifest says"
     for path in (home / "store").glob("??/*"):
