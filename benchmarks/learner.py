@@ -6,13 +6,15 @@
 TRL is a dependency of this benchmark alone and has an environment of its own. Each side runs in a
 process of its own and is given the same model folder (float32), the same token ids, behaviour
 log-probabilities, advantages and loss: the two-sided clipping of INTELLECT-2 over the mean of all
-tokens (TRL's ``dapo``, ``delta`` 4), AdamW, gradients clipped. TRL cuts the 32 sequences into four
-micro-batches of a group of eight, we fill ours up to the tokens of the largest group; TRL's are padded to their own longest sequence, which is less than
-``GRPOTrainer`` itself would pad. That both compute the same is checked: loss and gradient norm.
+tokens (TRL's ``dapo``, ``delta`` 4), AdamW, gradients clipped. TRL cuts the 16 sequences into two
+micro-batches of a group of eight, padded to their own longest sequence, which is less than
+``GRPOTrainer`` itself would pad; we fill ours up to the tokens of the largest group. That both
+compute the same is checked: loss and gradient norm.
 
-Speed: real tokens (prompt and completion, once per sequence) a second of processor time, which a busy
-machine disturbs less than the clock, the best of ``--steps`` steps after a first. Memory: the most that the CPU allocator has handed out in a step, with weights and
-AdamW's moments, by torch's profiler; and the process's resident peak above what it was before the model.
+Speed: real tokens (prompt and completion, once per sequence) a second of processor time, which a
+busy machine disturbs less than the clock, the best of ``--steps`` steps after a first. Memory: the
+most that the CPU allocator has handed out in a step, with weights, gradients and AdamW's moments, by
+torch's profiler; and the process's resident peak above what it was before the model.
 
 Shapes: ``rollouts`` has
 prompts of 128 tokens and answers of 16 to 128, ``long prompts`` 256 and 16 to 64, ``long answers``

@@ -26,7 +26,9 @@ from barnraise.kernels.prefill import prefill
 from barnraise.protocol.spec import GrpoSpec, RunSpec
 
 LEAST_SAVING = 0.2
-"""Packing gathers and scatters in every layer: it must save this share of a micro-batch's tokens."""
+"""Packing gathers and scatters in every layer: it must save this share of a micro-batch's tokens ..."""
+LEAST_WORK = {"cpu": 2**23, "cuda": 2**32}
+"""... and so many multiplications a layer, or what it saves is less than the calls that it makes."""
 _ACTIVATIONS_PER_UNIT = 40  # floats kept per token, layer and unit of width; an estimate, meant to be high
 _RECOMPUTED_PER_UNIT = 2  # the same where layers are computed again in the backward pass
 
@@ -77,7 +79,7 @@ class Scores(nn.Module):
         reduced = self.spec.model.compute_dtype == "bfloat16" and policy.adapter is None
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=reduced):
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-            if self.packs and packed_tokens(prompts, tokens) <= (1 - LEAST_SAVING) * _padded(rows):
+            if self.packs and self._saves(rows):
                 hidden = packed_states(policy, pack(prompts, tokens, policy.device))
             else:
                 graph = torch.is_grad_enabled()
@@ -96,6 +98,12 @@ class Scores(nn.Module):
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
+
+    def _saves(self, rows: Sequence[Row]) -> bool:
+        padded = _padded(rows)
+        saved = padded - packed_tokens([row.prompt for row in rows], [row.tokens for row in rows])
+        each = 12 * self.policy.hidden_size**2  # multiplications per token in a layer of the usual shape
+        return saved >= LEAST_SAVING * padded and saved * each >= LEAST_WORK[self.policy.device.type]
 
 
 def recompute_layers(policy: Policy) -> None:

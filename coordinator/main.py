@@ -165,7 +165,7 @@ async def _serve(
                 run_coordinator,
                 run,
                 network,
-                _verifiers(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
+                verifiers_of(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
                 ChildLearner(setup, run.path / "learner.log", spread.learner),
                 mirrors=mirrors,
                 upload_copies=upload_copies,
@@ -186,7 +186,7 @@ async def _serve(
                 log.info("page: %s", url)
 
 
-def _verifiers(setup: WorkerSetup, log_path: Path, count: int, chosen: tuple[str, ...]) -> VerifierPool:
+def verifiers_of(setup: WorkerSetup, log_path: Path, count: int, chosen: tuple[str, ...]) -> VerifierPool:
     """A pool of children, spread over the ``chosen`` devices, or all if there are any. All share one log."""
     from barnraise.coordinator.verifier_child import ChildVerifier
 

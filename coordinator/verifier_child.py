@@ -59,7 +59,7 @@ class ChildVerifier:
             log_path: file to which the child's messages are appended; None shares ours.
             accelerator: the one CUDA device that the child may see; empty leaves it all.
         """
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._setup = setup
         self._log = log_path
         self._child: Child | None = None
@@ -133,8 +133,8 @@ class ChildVerifier:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
         }
-        if self._accelerator:
-            environment["CUDA_VISIBLE_DEVICES"] = self._accelerator
+        if self.accelerator:
+            environment["CUDA_VISIBLE_DEVICES"] = self.accelerator
         child = await Child.start(
             self.program,
             name="verifier",

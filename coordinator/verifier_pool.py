@@ -30,8 +30,8 @@ class VerifierPool:
         """``members``: at least one, each used for one batch at a time per slot of its own."""
         if not members:
             raise ValueError("a pool needs at least one verifier")
-        self._members = tuple(members)
-        self._free = [member for member in reversed(self._members) for _ in range(member.slots)]
+        self.members = tuple(members)
+        self._free = [member for member in reversed(self.members) for _ in range(member.slots)]
         self._turns = trio.Semaphore(len(self._free))
         self.slots = len(self._free)
 
@@ -70,7 +70,7 @@ class VerifierPool:
     async def close(self) -> None:
         """End all members, side by side."""
         async with trio.open_nursery() as nursery:
-            for member in self._members:
+            for member in self.members:
                 nursery.start_soon(member.close)
 
 

@@ -18,11 +18,13 @@ from learner_support import make_run, next_job
 from msgspec import structs
 from safetensors.torch import load_file
 
-from barnraise.coordinator import checkpoints
+from barnraise.coordinator import checkpoints, learner_step
 from barnraise.coordinator.batches import Row
 from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.learner_child import ChildLearner
 from barnraise.coordinator.learner_step import Share, dealt, micro_batches
+from barnraise.coordinator.main import verifiers_of
+from barnraise.coordinator.scale import read_spread
 from barnraise.coordinator.workers import LearnerScale, Trained, TrainStats, WorkerSetup, checkpoint_folder
 from barnraise.protocol.errors import ChildError
 
@@ -100,6 +102,46 @@ async def kill_the_second(learner: ChildLearner) -> None:
     await trio.sleep(0.05)
     assert learner.pid is not None
     psutil.Process(learner.pid).children()[0].send_signal(signal.SIGKILL)
+
+
+def test_packing_and_recomputing_give_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, packed = (make_run(tmp_path / name, warm_up=50) for name in ("plain", "packed"))
+    job = next_job(plain, 1)
+    expected = Trainer(plain).train(job)
+    packings = []
+    monkeypatch.setitem(learner_step.LEAST_WORK, "cpu", 0)
+    pack = learner_step.pack
+    monkeypatch.setattr(learner_step, "pack", lambda *what: packings.append(what) or pack(*what))
+    made = Trainer(packed, recompute=True).train(job)
+    assert packings
+    assert_like((plain, expected), (packed, made), "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"processes": "0"}, "a number from 1"),
+        ({"processes": "many"}, "or auto"),
+        ({"processes": "2", "learner_devices": "0"}, "as many devices"),
+        ({"processes": "auto", "torchrun": "--nnodes=2"}, "not auto"),
+        ({"torchrun": "--nnodes=2"}, "needs --learner-processes"),
+        ({"verifier_devices": "1,1"}, "each once"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(options: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_spread(**options)  # type: ignore[arg-type]
+
+
+def test_learner_and_verifiers_can_be_given_devices_of_their_own(tmp_path: Path) -> None:
+    spread = read_spread("auto", learner_devices="0,1", verifier_devices="2, 3")
+    assert (spread.learner.processes, spread.learner.devices) == (2, "0,1")
+    setup = make_run(tmp_path)
+    for count, expected in ((0, ["2", "3"]), (3, ["2", "3", "2"])):
+        pool = verifiers_of(setup, tmp_path / "log", count, spread.verifier_devices)
+        assert [member.accelerator for member in pool.members] == expected  # type: ignore[attr-defined]
 
 
 def row(prompt: int, tokens: int, first: int = 1) -> Row:
