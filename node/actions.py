@@ -174,8 +174,9 @@ async def load(ctx: Context, action: Load, scope: trio.CancelScope) -> None:
         ctx.feed(EngineStopped(alive=False))
         return
     if ctx.facts.engine != info.name:
-        ctx.say(f"engine {printable(info.name)} on {printable(info.device)}")
-    ctx.facts.engine = printable(info.name, 64)
+        why = f": {printable(info.why, 300)}" if info.why else ""
+        ctx.say(f"engine {printable(info.name)} on {printable(info.device)}{why}")
+    ctx.facts.engine, ctx.facts.engine_why = printable(info.name, 64), printable(info.why, 300)
     ctx.facts.device, ctx.facts.engine_memory = printable(info.device, 64), info.memory_bytes
     ctx.feed(EngineLoaded(action.version))
 

@@ -60,6 +60,7 @@ class NodeConfig:
         name: what others see beside the credit; None: one made of the node's peer id. Never the host's,
             which may say who somebody is, and where.
         listen: multiaddrs to listen on for peers that fetch shards.
+        engine: what draws rollouts: ``auto``, ``torch`` or ``vllm`` (``barnraise.node.engine_choice``).
         threads: the engine's while nobody uses the machine; 0: as set with ``barnraise limits set``
             (``limits_path``), else half of the cores.
         disk_bytes: most disk to use for shards, bytes; 0: as set, else ``DEFAULT_DISK_BYTES``.
@@ -86,6 +87,7 @@ class NodeConfig:
     more_addresses: tuple[str, ...] = ()
     name: str | None = None
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    engine: str = "auto"
     threads: int = 0
     disk_bytes: int = 0
     up_bytes_s: float | None = None

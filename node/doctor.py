@@ -25,6 +25,7 @@ import trio
 from barnraise.node import processor, storage
 from barnraise.node.bench import Measured
 from barnraise.node.devices import Signs, TorchFacts, look_for_signs
+from barnraise.node.engine_choice import Vllm, choose, find_vllm
 from barnraise.node.findings import Finding
 from barnraise.node.gpus import find_gpus, judge_devices
 from barnraise.node.probe_child import Prober, open_prober
@@ -85,7 +86,12 @@ async def examine(
 def _hardware(signs: Signs, torch: TorchFacts) -> list[Finding]:
     name, features = processor.processor()
     cpu = processor.judge_processor(name, features, platform.machine(), torch.cpu)
-    return [cpu, *judge_devices(signs, torch)]
+    used = next((gpu for gpu in find_gpus(signs, torch) if gpu.used), None)
+    return [
+        cpu,
+        *judge_devices(signs, torch),
+        judge_engine(find_vllm(), used is not None and used.kind == "cuda"),
+    ]
 
 
 async def _bench(
@@ -110,6 +116,12 @@ async def _bench(
         return Finding("engine", "problem", str(error), cure)
     on_measured(measured)
     return judge_speed(measured)
+
+
+def judge_engine(vllm: Vllm, cuda: bool) -> Finding:
+    """Which engine a node would use here, and why."""
+    choice = choose("auto", vllm, cuda=cuda)
+    return Finding("which engine", "ok", f"{choice.engine}: {choice.why} (join --engine chooses another)")
 
 
 def judge_speed(measured: Measured) -> Finding:

@@ -75,6 +75,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True, tag=True):
     name: str  # such as "torch-cpu-float32"
     device: str
     memory_bytes: int  # resident memory of the engine's process
+    why: str = ""  # this engine and not another
 
 
 class EngineLimits(Struct, frozen=True, kw_only=True, tag=True):

@@ -89,6 +89,7 @@ class ChildEngine:
         device: str = "",
         patience: Patience = Patience(),
         nice: int = 0,
+        engine: str = "auto",
     ) -> None:
         """Nothing is started yet.
 
@@ -98,12 +99,14 @@ class ChildEngine:
             device: a torch device; empty means the accelerator if there is one, else the CPU.
             patience: with a child that hangs; it is killed, and the next call starts another.
             nice: by how much the child's niceness is above ours.
+            engine: ``auto``, ``torch`` or ``vllm`` (``barnraise.node.engine_choice``).
         """
         self._threads = threads
         self._log = log
         self._device = device
         self._patience = patience
         self._nice = nice
+        self._engine = engine
         self._child: Child | None = None
         self._last: LoadRequest | None = None  # what the node believes to be loaded
         self._stale = False
@@ -205,7 +208,7 @@ class ChildEngine:
                 await self._child.kill()
             threads = self._threads if self._limits is None else self._limits.threads
             argv = [sys.executable, "-m", "barnraise.node.engine_child", "--threads", str(threads)]
-            argv += ["--beat", str(BEAT_S), "--nice", str(self._nice)]
+            argv += ["--beat", str(BEAT_S), "--nice", str(self._nice), "--engine", self._engine]
             if self._device:
                 argv += ["--device", self._device]
             environment = {"OMP_NUM_THREADS": str(threads)} if threads else None
@@ -239,6 +242,7 @@ def main() -> NoReturn:
     parser.add_argument("--device", default="")
     parser.add_argument("--beat", type=float, default=0.0)
     parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--engine", default="auto")
     options = parser.parse_args()
     if options.nice > 0:
         _stand_back(options.nice)
@@ -247,10 +251,11 @@ def main() -> NoReturn:
     import torch
 
     from barnraise.node.engine_limits import Limiter
-    from barnraise.node.torch_engine import BlockUnits, Generator
+    from barnraise.node.picked_engine import PickedEngine
+    from barnraise.node.torch_engine import BlockUnits
 
     torch.set_num_threads(options.threads or max(1, (psutil.cpu_count(logical=False) or 2) // 2))
-    generator = Generator(options.device or None)
+    generator = PickedEngine(options.engine, options.device or None)
     units = BlockUnits(options.device or None)
     limiter = Limiter(generator.device)
 
@@ -267,6 +272,7 @@ def main() -> NoReturn:
                 case GenerateRequest(work=work):
                     return generator.generate(work, send, stopped)
                 case TrainRequest(spec=spec, work=work):
+                    generator.close()  # blocks want the memory, and their stage comes before or after
                     return units.train(spec, work, send, stopped)
                 case Ping() | EngineLimits():
                     return Pong()

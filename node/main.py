@@ -107,7 +107,8 @@ async def _run(config: NodeConfig, identity: Identity) -> int:
     from barnraise.node.sleep import sleep_clock
 
     code = EXIT_INTERRUPTED
-    engine = ChildEngine(threads=config.threads, log=config.data / "engine.log", nice=NICE)
+    log_path = config.data / "engine.log"
+    engine = ChildEngine(threads=config.threads, log=log_path, nice=NICE, engine=config.engine)
     async with open_libp2p(identity, config.listen, circuits=True) as network, trio.open_nursery() as nursery:
 
         async def live(task_status: Starting) -> None:

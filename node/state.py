@@ -145,6 +145,7 @@ class Facts:
     run_id: str = ""
     coordinator: str = ""
     engine: str = ""
+    engine_why: str = ""
     device: str = ""
     engine_memory: int = 0
     sized: Sized | None = None  # of the unit begun last
@@ -255,6 +256,7 @@ def state_tree(state: State, facts: Facts, mono: float, wall_ms: int) -> dict[st
         "peers": _peers(facts),
         "tokens_per_s": round(facts.tokens_per_s, 1),
         "engine": facts.engine,
+        "engine_why": facts.engine_why,
         "device": facts.device,
         "engine_memory": facts.engine_memory,
         "hardware": _hardware(facts),

@@ -162,6 +162,9 @@ class VllmGenerator:
             os.environ[name] = value
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # we say how much, in bytes
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if self.device == "cpu":
+            # Linux lends AMX's tiles to processes that ask; vLLM's bfloat16 kernels just use them.
+            torch.cpu._init_amx()
         config, architecture = check_folder(folder)
         codec, environment = Codec(folder, spec.environment), build_environment(spec.environment)
         room = room_for(config, spec, folder, torch.device(self.device), self._kv_bytes)
@@ -170,7 +173,7 @@ class VllmGenerator:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, BarnraiseError):
                 raise
-            text = str(error).split("\n")[0][:300]
+            text = _first_line(error, 300)
             if "memory" in text.lower():
                 raise MemoryError(f"{text}; {room.in_words()}") from error
             raise UnsupportedError(
@@ -334,6 +337,10 @@ def _shut_down(loaded: _Loaded | None) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception, most: int) -> str:
+    return (str(error).split("\n")[0] or type(error).__name__)[:most]
 
 
 def _in_words(sized: Sized, prompts: Sequence[Sequence[int]]) -> str:

@@ -110,7 +110,7 @@ class _Tensors:
 
 
 def _repack_tied(model: nn.Module) -> None:
-    """On a CPU every layer holds a packed copy of its weight; that of a tied head is not renewed by itself."""
+    """On a CPU layers hold packed copies of weights; that of a tied head is not renewed by itself."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")

@@ -16,6 +16,7 @@ import typer
 
 from barnraise.node.chosen import default_threads as default_threads
 from barnraise.node.config import NodeConfig, default_data_path, default_key_path
+from barnraise.node.engine_choice import ENGINES
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.tui import attached, background
 from barnraise.tui.console import examples, is_plain
@@ -67,6 +68,12 @@ def join(
         "--listen",
         metavar="ADDR",
         help="Where peers may fetch shards from you; TCP port 0 takes any.",
+    ),
+    engine: str = typer.Option(
+        "auto",
+        "--engine",
+        metavar="|".join(ENGINES),
+        help="What generates: vllm where it is installed and there is a GPU, else torch (auto).",
     ),
     threads: int | None = typer.Option(
         None,
@@ -130,6 +137,8 @@ def join(
     ),
 ) -> None:
     """Join a run: fetch the weights, generate rollouts, earn credit."""
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"{engine!r} is none of {', '.join(ENGINES)}", param_hint="--engine")
     if data is not None and data.exists() and not data.is_dir():
         raise typer.BadParameter(f"{data} is a file; name a folder", param_hint="--data")
     place = Path(os.path.abspath(data or default_data_path()))
@@ -144,6 +153,7 @@ def join(
         key=Path(os.path.abspath(key or default_key_path())),
         name=name,
         listen=tuple(listen),
+        engine=engine,
         threads=threads or 0,
         disk_bytes=(disk or 0) * 10**9,
         up_bytes_s=None if up is None else up * MBIT,

@@ -189,6 +189,8 @@ def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
     speed = f", {state['tokens_per_s']:,.0f} tokens/s" if state.get("tokens_per_s") else ""
     memory = f", {size(state['engine_memory'])}" if state.get("engine_memory") else ""
     yield "engine", f"{state.get('engine') or 'not started'} on {state.get('device') or '-'}{memory}{speed}"
+    if state.get("engine_why"):
+        yield "chosen", str(state["engine_why"])
     yield from _machine(state.get("hardware") or {})
     yield "you", str((state.get("presence") or {}).get("text", ""))
     yield "peers", f"{state.get('peers', 0)} connected"
