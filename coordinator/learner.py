@@ -109,6 +109,9 @@ class Trainer:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._environment = build_environment(self.spec.environment)
         self._codec = Codec(checkpoint_folder(self.folder, 0), self.spec.environment)
+        held_out = self.spec.evaluation.environment or self.spec.environment
+        self._held_out = build_environment(held_out)
+        self._held_out_codec = Codec(checkpoint_folder(self.folder, 0), held_out)
         self._scores: Scores | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._reference: Scores | None = None
@@ -286,16 +289,18 @@ class Trainer:
     def _evaluate(self, policy: Policy) -> float:
         """Share of held-out tasks that the greedy policy solves (full reward)."""
         tasks = [
-            self._environment.task(held_out_seed(self.run_id, index), held_out=True)
+            self._held_out.task(held_out_seed(self.run_id, index), held_out=True)
             for index in range(self.spec.evaluation.tasks)
         ]
-        prompts = [self._codec.encode_prompt(task.prompt) for task in tasks]
+        prompts = [self._held_out_codec.encode_prompt(task.prompt) for task in tasks]
         limit = self.spec.sampling.max_new_tokens
         answers = greedy(policy, prompts, limit, self.spec.model.ends, max_batch=64)
-        scorer = Scorer(self.spec.environment)  # a policy's answers are as untrusted as a stranger's
+        scorer = Scorer(
+            self.spec.evaluation.environment or self.spec.environment
+        )  # a policy's answers are as untrusted as a stranger's
         try:
-            texts = [self._codec.decode(answer) for answer in answers]
-            scores = scorer.score(self._environment, tasks, texts).rewards
+            texts = [self._held_out_codec.decode(answer) for answer in answers]
+            scores = scorer.score(self._held_out, tasks, texts).rewards
         finally:
             scorer.close()
         return sum(score > 1 - 1e-9 for score in scores) / len(scores)

@@ -97,12 +97,14 @@ SIGNED: dict[str, type[Any]] = {
     "rollout": RolloutSpec,
     "grpo": GrpoSpec,
     "evaluation": EvalSpec,
+    "held_out": EnvironmentSpec,
 }
 """Sections that replace parts of a preset: what the file leaves out stays as the preset has it."""
 
 OWN: dict[str, type[Any]] = {"serve": Serve, "keep": Keep, "guards": GuardLimits}
 """Sections that are read with every start."""
 
+LEFT_OUT = ("environment",)  # of [evaluation]: a section of its own, [held_out]
 PRETRAIN_LEFT_OUT = ("scaffold",)  # a file or run by its hash: --scaffold says which
 
 
@@ -156,7 +158,7 @@ def _run_file(tables: dict[str, Any], where: str) -> RunFile:
     own = {name: _read(kind, tables.get(name, {}), name, where) for name, kind in OWN.items()}
     signed = {}
     for name, kind in SIGNED.items():
-        _read(_optional(name, kind), _floats(kind, tables.get(name, {})), name, where)
+        _read(_optional(name, kind, LEFT_OUT), _floats(kind, tables.get(name, {})), name, where)
         signed[name] = _floats(kind, tables.get(name, {}))
     choices = _choices()
     signed["pretrain"] = _floats(choices, tables.get("pretrain", {}))
@@ -209,13 +211,20 @@ def settings_of(file: RunFile, preset: Settings) -> Settings:
     Raises:
         RunFileError: the parts do not go together.
     """
-    changed = {}
+    changed: dict[str, Any] = {}
     for name in SIGNED:
+        if name == "held_out":
+            continue
         part = getattr(preset, name)
         fields = {**msgspec.to_builtins(part), **file.signed.get(name, {})}
         if name == "environment" and "settings" in file.signed.get(name, {}):
             _check_json(fields["settings"])
         changed[name] = msgspec.convert(fields, type(part), strict=True)
+    if file.signed.get("held_out"):
+        own = {**msgspec.to_builtins(changed["environment"]), **file.signed["held_out"]}
+        _check_json(own["settings"])
+        held_out = msgspec.convert(own, EnvironmentSpec, strict=True)
+        changed["evaluation"] = msgspec.structs.replace(changed["evaluation"], environment=held_out)
     rollout = changed["rollout"]
     if rollout.max_groups_per_version < rollout.groups_per_version:
         raise RunFileError("[rollout] max_groups_per_version is below groups_per_version: change both")

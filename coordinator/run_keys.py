@@ -14,7 +14,7 @@ from tomlkit.items import Table
 
 from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.pretrain_presets import Choices
-from barnraise.coordinator.run_file import OWN, PRETRAIN_LEFT_OUT, SIGNED, RunFile, RunSection
+from barnraise.coordinator.run_file import LEFT_OUT, OWN, PRETRAIN_LEFT_OUT, SIGNED, RunFile, RunSection
 from barnraise.protocol.amendments import AMENDABLE
 from barnraise.protocol.spec import RunSpec
 
@@ -25,6 +25,7 @@ SECTIONS: dict[str, str] = {
     "rollout": "How work is cut, and when a version's batch is full. Signed when the run is made.",
     "grpo": "The loss and the optimiser. Signed when the run is made; all of it can be amended.",
     "evaluation": "Held-out tasks. Signed when the run is made.",
+    "held_out": "Whose held-out tasks, where not the run's own. Signed when the run is made.",
     "pretrain": 'How blocks are trained, with phase = "pretrain" alone. Signed when the run is made.',
     "serve": "How this coordinator is started. Read with every start; the command line comes first.",
     "keep": "What stays on the disk for a rollback. Read with every start.",
@@ -41,7 +42,7 @@ TEXTS: dict[str, str] = {
     "run.lora_rank": "train low-rank adapters of this rank; 0: the model itself",
     "run.lora_alpha": "their weight is alpha / rank; 0: twice the rank",
     "run.lora_targets": "layers that get one, comma-separated; empty: all linear ones",
-    "environment.name": "reverse, a reasoning-gym generator, or an entry point of barnraise.environments",
+    "environment.name": "reverse, mixture, length, a reasoning-gym generator, or an installed package's",
     "environment.settings": "its settings, a JSON object in quotes",
     "environment.prompt_format": "plain text, or the tokenizer's chat template",
     "environment.system_prompt": "put before every task, with chat alone",
@@ -74,6 +75,10 @@ TEXTS: dict[str, str] = {
     "grpo.loss_aggregation": "every token counts alike, or every sequence",
     "evaluation.tasks": "held-out tasks that the greedy policy is tried on",
     "evaluation.every": "versions from one evaluation to the next",
+    "held_out.name": "as environment.name; what this section leaves out is as in [environment]",
+    "held_out.settings": "as environment.settings",
+    "held_out.prompt_format": "as environment.prompt_format",
+    "held_out.system_prompt": "as environment.system_prompt",
     "pretrain.blocks": "blocks that the model is cut into",
     "pretrain.scaffold_layers": "layers of the scaffold (default: half of the model's)",
     "pretrain.scaffold_steps": "training steps of the scaffold",
@@ -132,7 +137,7 @@ def keys() -> Iterator[tuple[str, str, Any]]:
     """(section, key, annotated type) of every key, in the file's order."""
     kinds: dict[str, Any] = {"run": RunSection, **SIGNED, "pretrain": Choices, **OWN}
     for section, kind in kinds.items():
-        left_out = PRETRAIN_LEFT_OUT if section == "pretrain" else ()
+        left_out = PRETRAIN_LEFT_OUT if section == "pretrain" else LEFT_OUT
         for key, hint in get_type_hints(kind, include_extras=True).items():
             if key not in left_out:
                 yield section, key, hint
@@ -200,6 +205,8 @@ def write_run_file(file: RunFile, settings: Settings | RunSpec) -> str:
             value = pretrain.get(key, default)
         elif section in OWN:
             value = getattr(getattr(file, section), key)
+        elif section == "held_out":
+            value = getattr(settings.evaluation.environment, key, None)
         else:
             value = getattr(getattr(settings, section), key)
         _add(tables[section], key, f"{TEXTS[f'{section}.{key}']} ({allowed(hint)})", value, default)

@@ -40,6 +40,7 @@ from barnraise.protocol.environments import Task, build_environment
 from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.seeds import sample_seed, task_seed
+from barnraise.protocol.tasks_mixed import shaped
 
 log = logging.getLogger(__name__)
 
@@ -369,10 +370,11 @@ class Judge:
     def _accepted(self, case: _Case, verdict: Verdict) -> Judged:
         answers = [self._codec.decode(completion.tokens.tolist()) for completion in case.completions]
         scores = self._scorer.score(self._environment, case.tasks, answers, case.job.lease.group_size)
+        lengths = [len(completion.tokens) for completion in case.completions]
         return Judged(
             submission_id=case.job.submission_id,
             verdict=verdict,
-            rewards=tuple(scores.rewards),
+            rewards=tuple(map(shaped, case.tasks, scores.rewards, lengths)),
             tokens=case.tokens,
         )
 

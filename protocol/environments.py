@@ -2,8 +2,9 @@
 
 Both sides derive the same task from a seed; the reward is computed by the
 coordinator alone. An environment is named in the run spec and built from its
-settings (a JSON object) by ``build_environment``: ``reverse``, any generator of
-``reasoning-gym`` by its name (``chain_sum``), or whatever an installed package
+settings (a JSON object) by ``build_environment``: ``reverse``, ``mixture`` and ``length``
+(``barnraise.protocol.tasks_mixed``), any generator of ``reasoning-gym`` by its name
+(``chain_sum``), or whatever an installed package
 offers as an entry point of the group ``barnraise.environments``.
 """
 
@@ -20,6 +21,7 @@ from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.spec import EnvironmentSpec
 
 ENTRY_POINT_GROUP = "barnraise.environments"
+MAX_DEPTH = 3
 
 
 class TaskError(BarnraiseError):
@@ -28,10 +30,16 @@ class TaskError(BarnraiseError):
 
 @dataclass(frozen=True)
 class Task:
-    """One question. ``key`` lets the environment score an answer (its own JSON, never from the network)."""
+    """One question. ``key`` lets the environment score an answer (its own JSON, never from the network).
+
+    ``target_tokens``: how long the answer is to be, 0 for any; ``length_weight``: what a token costs
+    that it is off (``barnraise.protocol.tasks_mixed``).
+    """
 
     prompt: str
     key: str
+    target_tokens: int = 0
+    length_weight: float = 0.0
 
 
 class Environment(Protocol):
@@ -73,23 +81,36 @@ def build_environment(spec: EnvironmentSpec) -> Environment:
     Raises:
         TaskError: no such environment here, or settings that it cannot take.
     """
-    settings = _settings(spec)
-    if spec.name == "reverse":
+    return _build(spec.name, _settings(spec), 0)
+
+
+def _build(name: str, settings: Mapping[str, Any], depth: int) -> Environment:
+    if name in ("mixture", "length"):
+        from barnraise.protocol.tasks_mixed import Mixture, WithLength
+
+        if depth >= MAX_DEPTH:
+            raise TaskError(f"environments are made of others no more than {MAX_DEPTH} deep")
+
+        def inner(part: str, its: Mapping[str, Any]) -> Environment:
+            return _build(part, its, depth + 1)
+
+        if name == "mixture":
+            return Mixture.from_settings(settings, inner)
+        return WithLength.from_settings(settings, inner)
+    if name == "reverse":
         from barnraise.protocol.tasks_reverse import Reverse
 
         return Reverse.from_settings(settings)
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=spec.name):
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
-            return cast(Environment, entry.load()(settings))
+            return cast(Environment, entry.load()(dict(settings)))
         except TaskError:
             raise
         except Exception as error:  # somebody else's code: whatever it raises is about this environment
-            raise TaskError(
-                f"environment {spec.name!r} ({entry.value}) could not be built: {error}"
-            ) from error
+            raise TaskError(f"environment {name!r} ({entry.value}) could not be built: {error}") from error
     from barnraise.protocol.tasks_gym import build_gym
 
-    return build_gym(spec.name, settings)
+    return build_gym(name, settings)
 
 
 def _settings(spec: EnvironmentSpec) -> dict[str, Any]:

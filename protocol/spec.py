@@ -143,11 +143,15 @@ class VerifySpec(Message, frozen=True):
     bias: NonNegative  # mean of claimed - recomputed that is let pass in any case, nats
 
 
-class EvalSpec(Message, frozen=True):
-    """Held-out evaluation of the greedy policy, by the learner, every ``every`` versions and at the ends."""
+class EvalSpec(Message, frozen=True, omit_defaults=True):
+    """Held-out evaluation of the greedy policy, by the learner, every ``every`` versions and at the ends.
+
+    ``environment``: whose held-out tasks, where not the run's own; left out of the encoding else.
+    """
 
     tasks: Small
     every: Small
+    environment: EnvironmentSpec | None = None
 
 
 class RunSpec(Message, frozen=True):
