@@ -64,17 +64,21 @@ class _Loaded:
 class VllmGenerator:
     """Holds one policy version in vLLM and draws units with it. Blocking; one thread."""
 
-    def __init__(self, device: str | None = None, kv_bytes: int = 0, *, proofs: bool = True) -> None:
+    def __init__(
+        self, device: str | None = None, kv_bytes: int = 0, step_tokens: int = 0, *, proofs: bool = True
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             device: ``cpu``, or the GPU's name; by default what the torch engine would use. Which of the
                 two vLLM runs on is decided by the distribution that is installed.
             kv_bytes: size of the key-value cache; 0: by the memory that is free.
+            step_tokens: most tokens of one step; 0: by the model's size. Fewer: longer prompts in pieces.
             proofs: False: none are made (to measure what they cost); a run refuses such work.
         """
         self.device = device or default_device()
         self._kv_bytes = kv_bytes
+        self._step_tokens = step_tokens
         self._proofs = proofs
         self._loaded: _Loaded | None = None
 
@@ -167,7 +171,7 @@ class VllmGenerator:
             torch.cpu._init_amx()
         config, architecture = check_folder(folder)
         codec, environment = Codec(folder, spec.environment), build_environment(spec.environment)
-        room = room_for(config, spec, folder, torch.device(self.device), self._kv_bytes)
+        room = room_for(config, spec, folder, torch.device(self.device), self._kv_bytes, self._step_tokens)
         try:
             engine = _engine(spec, folder, architecture, room)
         except Exception as error:

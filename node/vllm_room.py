@@ -81,11 +81,18 @@ def token_bytes(config: Any, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
 
 
-def room_for(config: Any, spec: RunSpec, folder: Path, device: torch.device, kv_bytes: int = 0) -> Room:
+def room_for(
+    config: Any,
+    spec: RunSpec,
+    folder: Path,
+    device: torch.device,
+    kv_bytes: int = 0,
+    step_tokens: int = 0,
+) -> Room:
     """What vLLM may have for this model on this machine, now.
 
     Args:
-        kv_bytes: the cache's size, if somebody chose it.
+        kv_bytes, step_tokens: the cache's size and a step's, if somebody chose them.
 
     Raises:
         OutOfMemory: not even one sequence fits beside the weights; with the numbers.
@@ -113,9 +120,8 @@ def room_for(config: Any, spec: RunSpec, folder: Path, device: torch.device, kv_
             "(barnraise limits set --memory), or use --engine torch"
         )
     length = min(length, cache // each // _CPU_BLOCK * _CPU_BLOCK)
-    step = int(_CPU_STEP_FLOP / (2 * spec.model.parameters))
-    step = max(MOST_SEQUENCES, min(4096, step))
-    return Room(length, MOST_SEQUENCES, step, cache, each, 0.5, _CPU_BLOCK, free, True)
+    step = step_tokens or max(MOST_SEQUENCES, min(4096, int(_CPU_STEP_FLOP / (2 * spec.model.parameters))))
+    return Room(length, min(MOST_SEQUENCES, step), step, cache, each, 0.5, _CPU_BLOCK, free, True)
 
 
 def _total(device: torch.device) -> int:
