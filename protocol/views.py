@@ -160,10 +160,10 @@ class Views:
         self._connected.discard(peer)
         self._budgets.pop(peer, None)
         self.pending.pop(peer, None)
+        self.passive.pop(peer, None)  # where few can be dialled, all others would take turns at them
         effects = self._unlink(peer)
         if effects:
             self._lost = True
-            self.passive.pop(peer, None)
             self._hurry(now)
         return effects + self._repair(now)
 
