@@ -209,7 +209,7 @@ def test_joins_into_a_full_overlay_cost_few_links_beyond_their_own() -> None:
         (name, peer) for name, node in mesh.nodes.items() for peer in node.views.active if {name, peer} <= old
     }
     assert len(fresh - before) <= 10
-    assert min(len(node.views.active) for node in mesh.nodes.values()) >= 4
+    assert min(len(node.views.active) for node in mesh.nodes.values()) >= 3
 
 
 def test_forty_nodes_that_join_one_after_the_other_are_one_well_linked_overlay() -> None:
