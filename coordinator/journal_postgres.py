@@ -115,6 +115,7 @@ class PostgresStore:
         self._lock, self._reads_lock = threading.Lock(), threading.Lock()
         self._writer: sa.Connection | None = None
         self._reads: sa.Connection | None = None
+        self._frozen: sa.Connection | None = None
         self._epoch = secrets.token_bytes(16)
         self._commits = -1  # none yet: the epoch is to be taken
         self._closed = False
@@ -346,27 +347,27 @@ class PostgresStore:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """A read transaction of its own session, ``REPEATABLE READ``. A lost connection ends it."""
-        with self._reads_lock:
-            self._reads = _end(self._reads)
+        db = None
+        try:
             try:
-                self._reads = self._engine.connect()
-                self._reads.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
-                self._need_tables(self._reads)
+                db = self._engine.connect()
+                db.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+                self._need_tables(db)
             except (SQLAlchemyError, *_Lost) as error:
                 raise self._refusal(error) from error
-            try:
-                yield
-            finally:
-                self._reads = _end(self._reads)
+            self._frozen = db
+            yield
+        finally:
+            self._frozen = _end(db)
 
     def page(self, table: str, after: Any, limit: int) -> list[Row]:
         """Within ``frozen``."""
         found = self._tables.all[table]
         key = found.c[COLUMNS[table][0]]
         query = sa.select(found).order_by(key).limit(limit)
-        assert self._reads is not None
+        assert self._frozen is not None
         try:
-            rows = self._reads.execute(query if after is None else query.where(key > after)).all()
+            rows = self._frozen.execute(query if after is None else query.where(key > after)).all()
         except (SQLAlchemyError, *_Lost) as error:
             raise self._refusal(error) from error
         return [tuple(bytes(item) if isinstance(item, memoryview) else item for item in row) for row in rows]
@@ -417,7 +418,8 @@ def _engine(place: Place) -> sa.Engine:
     psycopg = parts.scheme.endswith("+psycopg")
     arguments: dict[str, Any] = {"application_name": name}
     if psycopg:
-        arguments |= {"connect_timeout": _CONNECT_S, "keepalives_idle": 30, "keepalives_count": 3, **options}
+        arguments |= {"client_encoding": "utf8", "connect_timeout": _CONNECT_S}
+        arguments |= {"keepalives_idle": 30, "keepalives_count": 3, **options}
     else:
         arguments |= {"timeout": _CONNECT_S, "tcp_keepalive": True}
         folder, mode = options.get("host", ""), options.get("sslmode", "prefer")

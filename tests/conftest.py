@@ -6,11 +6,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from barnraise.protocol import shards
 from barnraise.simulation import plugin
+
+if TYPE_CHECKING:
+    from tests.postgres_support import Server
 
 # Python files are compiled once, not by each worker and by each of the processes that tests start.
 sys.dont_write_bytecode = False
@@ -35,6 +40,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Clear it away there, too."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(MODELS, ""), ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A PostgreSQL server for as many tests as want one; they are skipped where there is none."""
+    from tests.postgres_support import serving
+
+    with serving() as server:
+        yield server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,9 @@ import pytest
 
 from barnraise.coordinator.events import NodeJoined, VersionPublished, encode_event
 from barnraise.coordinator.journal import MANIFESTS_KEPT, Journal, Payload, StoredReceipt, Write
+from barnraise.coordinator.journal_place import place_for, write_place
+from barnraise.coordinator.journal_sqlite import SqliteStore
+from barnraise.coordinator.journal_store import event_crc
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.messages import Signed
 
@@ -46,13 +49,26 @@ def signed(data: bytes = b"payload") -> Signed:
     return Signed(payload=data, signer=b"s" * 32, signature=b"t" * 64)
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A journal that is not there yet, in either store."""
+    if request.param == "sqlite":
+        return tmp_path / "state.sqlite"
+    write_place(tmp_path, place_for(request.getfixturevalue("postgres").url, os.urandom(32)))
+    return tmp_path / "state.postgres"
+
+
 @pytest.mark.parametrize("acknowledgements", [1, 7, 40])
 def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledgements: int) -> None:
-    path = tmp_path / "state.sqlite"
+    killed_and_looked_at(tmp_path / "state.sqlite", acknowledgements)
+
+
+def killed_and_looked_at(path: Path, acknowledgements: int) -> None:
+    """Kill a process that writes to the journal at ``path``, twice, after it printed so many lines."""
     acknowledged = 0
     for _ in range(2):  # the second writer goes on from the first one's ruins
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=path.parent
         )
         assert writer.stdout is not None
         for _ in range(acknowledgements):
@@ -84,8 +100,8 @@ def test_a_refusing_disk_keeps_all_of_a_transaction_out_and_says_where(tmp_path:
     assert list(journal.events()) == [event(0), event(1)]
 
 
-def test_payloads_are_dropped_when_told(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "state.sqlite")
+def test_payloads_are_dropped_when_told(path: Path) -> None:
+    journal = Journal(path)
     for version in range(3):
         journal.commit([Write(payloads=[Payload(bytes([version]) * 32, version, signed())])])
     assert journal.payload_ids(2) == [b"\0" * 32, b"\1" * 32]
@@ -93,8 +109,8 @@ def test_payloads_are_dropped_when_told(tmp_path: Path) -> None:
     assert journal.payloads([b"\0" * 32, b"\2" * 32]) == {b"\2" * 32: b"payload"}
 
 
-def test_receipts_are_found_by_node_from_an_index_on(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "state.sqlite")
+def test_receipts_are_found_by_node_from_an_index_on(path: Path) -> None:
+    journal = Journal(path)
     for index in range(10):
         node = b"ab"[index % 2 : index % 2 + 1] * 32
         journal.commit([Write(receipts=[StoredReceipt(index, node, signed(bytes([index])))])])
@@ -102,8 +118,8 @@ def test_receipts_are_found_by_node_from_an_index_on(tmp_path: Path) -> None:
     assert [receipt.payload for receipt in found] == [b"\4", b"\6"]
 
 
-def test_old_manifests_go(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "state.sqlite")
+def test_old_manifests_go(path: Path) -> None:
+    journal = Journal(path)
     for version in range(MANIFESTS_KEPT + 2):
         journal.commit([Write(manifest=(version, signed(bytes([version]))))])
     assert journal.manifest(1) is None
@@ -117,21 +133,21 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
         Journal(path)
 
 
-def test_an_event_of_another_version_is_refused_with_the_cure(tmp_path: Path) -> None:
-    path = tmp_path / "state.sqlite"
-    Journal(path).close()
-    with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO events (seq, data) VALUES (0, ?)", (b"\x81\xa4type\xa6Future",))
-    database.close()
+def test_an_event_of_another_version_is_refused_with_the_cure(path: Path) -> None:
+    journal = Journal(path)
+    journal.store.load("events", [(0, b"\x81\xa4type\xa6Future", None)])
+    journal.close()
     with pytest.raises(RunFolderError, match="another version of barnraise"):
         list(Journal(path).events())
 
 
-def test_a_missing_event_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "state.sqlite"
+def test_a_missing_or_damaged_event_is_noticed(path: Path) -> None:
     journal = Journal(path)
-    journal.commit([Write(events=[event(0), event(1), event(2)])])
-    journal.store.db.execute("DELETE FROM events WHERE seq = 1")
+    for seq in (0, 2):
+        data = encode_event(event(seq))
+        journal.store.load("events", [(seq, data, event_crc(seq, data) ^ seq)])
+    with pytest.raises(RunFolderError, match="event 2 is damaged"):
+        journal.check_events(2, 3)
     with pytest.raises(RunFolderError, match="event 1 is missing"):
         list(journal.events())
 
@@ -270,6 +286,7 @@ def test_every_version_is_found_in_the_journal_also_in_one_from_before_there_was
     newest = [published(version) for version in (6, 5, 4)]
     assert journal.versions(7, 3) == newest
     assert [item.version for item in journal.versions(1 << 40, 100)] == list(range(19, -1, -1))
+    assert isinstance(journal.store, SqliteStore)
     journal.store.db.execute("DROP TABLE versions")
     journal.close()
     journal = Journal(tmp_path / "state.sqlite")
@@ -277,10 +294,10 @@ def test_every_version_is_found_in_the_journal_also_in_one_from_before_there_was
     journal.close()
 
 
-def test_a_journal_opened_for_reading_sees_what_is_durable_and_writes_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "state.sqlite")
+def test_a_journal_opened_for_reading_sees_what_is_durable_and_writes_nothing(path: Path) -> None:
+    journal = Journal(path)
     journal.commit([Write(events=[event(1), event(2)])])
-    reader = Journal(tmp_path / "state.sqlite", reading=True)
+    reader = Journal(path, reading=True)
     assert (reader.length, list(reader.events())) == (2, [event(1), event(2)])
     with pytest.raises(StorageError):
         reader.commit([Write(events=[event(3)])])
@@ -290,4 +307,17 @@ def test_a_journal_opened_for_reading_sees_what_is_durable_and_writes_nothing(tm
     with pytest.raises(RunFolderError, match="event 3 is missing"):
         reader.check_events(0, 4)
     reader.close()
+    journal.close()
+
+
+def test_of_what_one_group_stores_and_drops_the_last_word_counts(path: Path) -> None:
+    journal = Journal(path)
+    one, two = b"1" * 32, b"2" * 32
+    stored = {item: Write(payloads=[Payload(item, 0, signed())]) for item in (one, two)}
+    journal.commit([stored[one], Write(drop_payloads=[one, two]), stored[two]])
+    assert journal.payload_ids(1) == [two]
+    journal.commit([Write(manifest=(3, signed()), tree_head=(5, signed(b"a")))])
+    journal.commit([Write(manifest=(3, signed(b"again")), tree_head=(5, signed(b"b")))])
+    assert (journal.manifest(3), journal.last_tree_head()) == (signed(b"again"), signed(b"b"))
+    assert journal.tree_heads() == [signed(b"b")]
     journal.close()

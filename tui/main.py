@@ -39,6 +39,7 @@ from barnraise.tui import (
     simulate,
     status,
     steer,
+    stores,
     swarm,
 )
 from barnraise.tui.console import examples
@@ -54,6 +55,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 oversee.register(coordinate.app)
+stores.register(coordinate.app)
 app.add_typer(runs.app, name="run")
 app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(admit.app, name="admit")
