@@ -150,8 +150,8 @@ class Appetite:
         finally:
             self._down.forget(self._coming)
 
-    def for_more(self, of: Asked) -> bool:
-        """Whether to ask this source for one more shard now."""
+    def for_more(self, of: Asked, size: int) -> bool:
+        """Whether to ask this source for one more shard, of ``size`` bytes, now."""
         rate = None if self._down is None else self._down.rate
         if self._down is None or rate is None:
             return of.requests < _REQUESTS[of.rank]
@@ -167,7 +167,8 @@ class Appetite:
             return False
         if of.requests and of.to_come >= of.client.room:
             return True  # it cannot send before what it has sent is read
-        return self._down.debt() <= 0 and self._down.allows_more(self._coming())
+        lump = min(size, of.client.room)
+        return self._down.debt(lump) <= 0 and self._down.allows_more(self._coming())
 
     @property
     def unread_s(self) -> float:

@@ -208,7 +208,10 @@ class _Download:
         for donor in self.donors.values():  # what comes last may be read as fast as it came
             donor.client.foreseen = not self.idle
         for donor in self.owner.rng.sample(list(self.donors.values()), len(self.donors)):
-            if donor.out or donor.retry_at > now or not self.appetite.for_more(donor):
+            size = self.missing.get(
+                next(iter(self.idle), b""), 0
+            )  # of shards of one version all but the last
+            if donor.out or donor.retry_at > now or not self.appetite.for_more(donor, size):
                 continue
             digest = self._pick(donor)
             if digest is not None:

@@ -167,8 +167,13 @@ class Pacer:
         """Forget what ``foresee`` was told."""
         self._foreseen.remove(coming)
 
-    def debt(self) -> float:
-        """Seconds for which what arrived, or cannot be held back any more, is ahead of the cap."""
+    def debt(self, lump: int = 0) -> float:
+        """Seconds for which what arrived, or cannot be held back any more, is ahead of the cap.
+
+        With ``lump``, bytes that would come at once: seconds until so much may be asked for. What was
+        saved up, ``DEPTH_S``, and what is overdrawn by the last lump add up in what arrives over
+        5 s; so of a lump that is larger than the one, half of it must be there before the other is begun.
+        """
         now, rate = trio.current_time(), self._bucket.rate
         arrived, self._seen = self._arrived() - self._seen, self._arrived()
         coming, before = sum(each() for each in self._foreseen), self._coming
@@ -178,7 +183,8 @@ class Pacer:
         most = max(MOST_DEBT_S, 1.1 * WINDOW / rate)
         self._arrivals.spend(arrived, now, most)
         self._caused.spend(arrived + coming - before, now, most)
-        return max(self._arrivals.delay(0, now), self._caused.delay(0, now))
+        spared = min(max(0, lump - int(rate * DEPTH_S)), int(rate * DEPTH_S / 2))
+        return max(self._arrivals.delay(0, now), self._caused.delay(spared, now))
 
     def arrears(self) -> float:
         """Seconds for which what arrived is ahead of the cap: reading would bring more."""

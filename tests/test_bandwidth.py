@@ -347,3 +347,22 @@ async def test_a_window_that_arrives_at_once_is_made_up_for_unless_the_cap_goes(
     assert waits[0] == pytest.approx(256 * 1024 / 125_000 - 0.2, abs=0.05)
     assert waits[1] == pytest.approx(2.0, abs=0.05)  # never so long that a sender takes us for dead
     assert waits[2] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("kib", [16, 48, 64, 72, 80])
+async def test_lumps_that_are_asked_for_as_early_as_may_be_are_within_a_tenth_of_the_cap(
+    kib: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    cap, lump, arrived, asked = 200_000, kib * 1024, 0, []
+    pacer = Pacer(cap)
+    pacer.watch(lambda: arrived)
+    await trio.sleep(5)  # saved up what may be
+    while trio.current_time() < 30:
+        if pacer.debt(lump) <= 0:
+            asked.append(trio.current_time())
+            arrived += lump
+        await trio.sleep(0.01)
+    for start in asked:
+        within = sum(start <= moment <= start + 5 for moment in asked) * lump
+        assert within <= 1.1 * 5 * cap
+    assert len(asked) * lump >= 0.97 * 25 * cap
