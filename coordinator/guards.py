@@ -85,6 +85,13 @@ class Finding:
     grave: bool = False
 
 
+GUARDS = (
+    *("reward-collapse", "held-out-collapse", "entropy-explosion", "entropy-collapse", "gradient-norm"),
+    *("clip-ratio", "kl", "zero-advantage", "stale-work", "not-finite", "verifier-backlog"),
+    *("volunteers-lost", "stall"),
+)
+"""Every kind of finding."""
+
 MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
 MIN_VOLUNTEERS = 4
 ENTROPY_FLOOR = 0.02  # nats: what a policy that has learnt its task may come down to

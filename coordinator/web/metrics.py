@@ -13,10 +13,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
+from barnraise.coordinator.guards import GUARDS
 from barnraise.coordinator.web.flow import Flow, Histogram
 from barnraise.coordinator.web.overview import View
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_TRAINING = {
+    "reward_mean": "Mean reward of the newest version's batch.",
+    "groups": "Verified groups in it.",
+    "groups_used": "Those with an advantage.",
+    "loss": "Its loss.",
+    "grad_norm": "Gradient norm before clipping, mean of its steps.",
+    "clip_fraction": "Share of tokens whose ratio was clipped.",
+    "entropy": "Entropy, nats per token.",
+    "kl": "From the policy that generated to the new one, nats per token.",
+    "lag_mean": "Versions between generating and training, mean.",
+    "seconds": "What the learner took.",
+    "skipped_steps": "Optimiser steps left out because loss or gradient was not finite.",
+}
 
 
 class Metrics:
@@ -74,11 +88,20 @@ def _gauges(view: View) -> Iterator[Metric]:
         ("ledger_published_entries", "Entries under the published checkpoint.", ledger["published"]),
         ("ledger_cosignatures", "Nodes that cosigned the published checkpoint.", len(ledger["cosigned"])),
         ("page_index_entries", "Entries that the page's index has.", ledger["indexed"]),
-        ("alarms", "Alarms in force.", len(view["alarms"])),
+        ("alarms", "Alarms in force, of guards and all others.", len(view["alarms"])),
+        ("paused", "1 while nothing is lent and trained on, by the operator or a guard.", view["paused"]),
         ("start_time_seconds", "When this coordinator started, Unix time.", view["started_ms"] / 1000),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"barnraise_{name}", help_, value=float(value))
+    for name, help_ in _TRAINING.items():
+        if view["training"] is not None:
+            value = float(view["training"][name])
+            yield GaugeMetricFamily(f"barnraise_training_{name}", help_, value=value)
+    guards = GaugeMetricFamily("barnraise_guard", "1 while a guard's alarm is in force.", labels=("guard",))
+    for kind in GUARDS:
+        guards.add_metric((kind,), float(kind in view["guards"]))
+    yield guards
     run = GaugeMetricFamily("barnraise_run", "Always 1; which run this is.", labels=("run_id", "stage"))
     run.add_metric((view["run_id"], view["stage"].split(" ")[0]), 1.0)
     yield run

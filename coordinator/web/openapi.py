@@ -121,6 +121,10 @@ _RUN = _object(
         ),
         "broadcast": _object(dict.fromkeys(("holding", "live", "bytes_in", "bytes_out"), _COUNT)),
         "ledger": _object(dict.fromkeys(("size", "published", "indexed"), _COUNT)),
+        "paused": _YES_NO,
+        "admission": {"enum": ["open", "invite", "allow"]},
+        "guards": _list(_TEXT),
+        "training": {**_maybe("object"), "description": "the newest trained version's numbers"},
         "alarms": _list(_object(dict.fromkeys(("part", "what", "cure"), _TEXT))),
     }
 )

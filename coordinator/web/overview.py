@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.web.flow import Flow
@@ -84,6 +86,11 @@ def overview(core: Core, hub: Hub, flow: Flow, index: IndexBelt, state: dict[str
         },
     }
     view["work"]["rejections"] = {printable(check, 64): n for check, n in state["rejections"].items()}
+    newest = next((info.stats for info in reversed(core.state.versions) if info.stats is not None), None)
+    view["training"] = None if newest is None else msgspec.structs.asdict(newest)
+    view["guards"] = sorted(core.state.operations.alarms)
+    view["paused"] = core.state.operations.paused is not None
+    view["admission"] = core.settings.admission
     view["alarms"] = alarms(core, state, index, folder)
     return view
 
