@@ -9,12 +9,13 @@ LINKED := $(VENV)/.linked-$(LAYOUT)
 # One thread per numeric library: the suite runs two processes on two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-long lint types check clean
+.PHONY: help install demo test test-long test-triton lint types check clean
 
 help:
 	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 3 minutes)"
 	@echo "make test    the test suite"
 	@echo "make test-long  the tests that take minutes each, and are not in make test"
+	@echo "make test-triton  the Triton kernels in Triton's interpreter, in .venv-triton (about 1 GB)"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
 	@echo "make check   lint, types and test"
@@ -54,6 +55,18 @@ test: install
 test-long: install
 	$(BIN)/pytest -n 2 --dist loadfile -m long $(ARGS)
 
+# Triton is large and of no use without a GPU: an environment of its own on top of .venv.
+.venv-triton/.installed: constraints.txt $(VENV)/.dependencies
+	$(BIN)/python -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
+	@echo "import site; site.addsitedir('$(abspath $(VENV))/lib/$$(ls $(VENV)/lib | grep python)/site-packages')" \
+		> "$$(.venv-triton/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/barnraise.pth"
+	@touch $@
+
+test-triton: install .venv-triton/.installed
+	.venv-triton/bin/python -P -m pytest tests/test_logprobs_triton.py tests/test_sampling_triton.py \
+		tests/test_checked_triton.py $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,4 +78,4 @@ types: install
 check: lint types test
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
