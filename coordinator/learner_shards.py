@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from barnraise.coordinator.learner_step import Scores, Share, decoder_layers, trainable_parameters
 from barnraise.kernels.grpo import LossStats
@@ -127,7 +126,7 @@ def clip_gradients(policy: Policy, most: float) -> float:
     """Scale all gradients down to a norm of ``most``; the norm before, over all processes."""
     parameters = list(trainable_parameters(policy).values())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = _whole(norm)
     torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
     return float(norm)
 
@@ -140,8 +139,7 @@ def gathered(policy: Policy, dtype: str, keep: bool) -> dict[str, Tensor]:
     target = DTYPES[dtype]
     found = {}
     for name, tensor in _own(policy.model):
-        whole = tensor.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        whole = _whole(tensor.detach())
         if keep:
             kind = target if whole.is_floating_point() else whole.dtype
             found[name] = whole.to("cpu", kind).contiguous()
@@ -230,16 +228,24 @@ def read_whole(tensors: Sequence[tuple[str, Tensor]], path: Path, prefix: str = 
         ) from error
 
 
+def is_sharded(tensor: Any) -> TypeGuard[Any]:
+    """Whether it is a ``DTensor``, without the second that importing that class takes."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
 def _part(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        local: Tensor = tensor.to_local().detach()
-        return local
-    return tensor.detach()
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local.detach()
 
 
 def _rows(tensor: Tensor) -> slice:
     """Which rows this process holds: ``torch.chunk``'s, as FSDP2 cuts."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return slice(None)
     mesh = tensor.device_mesh
     each = -(-tensor.shape[0] // mesh.size())

@@ -82,12 +82,8 @@ class Scores(nn.Module):
             if self.packs and self._saves(rows):
                 hidden = packed_states(policy, pack(prompts, tokens, policy.device))
             else:
-                graph = torch.is_grad_enabled()
-                hidden = (
-                    prefill(policy, prompts, tokens, max_tokens=2**40, grad=True)
-                    if graph
-                    else torch.cat(prefill(policy, prompts, tokens))
-                )
+                # One pass in any case: processes that share a model must gather its weights as often.
+                hidden = prefill(policy, prompts, tokens, max_tokens=2**40, grad=True)
             return token_logprobs(
                 hidden,
                 policy.head_weight,
