@@ -334,7 +334,7 @@ def open_run(folder: Path) -> Iterator[Run]:
         raise RunFolderError(
             f"{folder} has no checkpoint of version 0: restore it from a backup, or make a new run"
         )
-    with _locked(folder):
+    with locked(folder):
         _check_journal(folder)
         yield Run(folder, spec, signed, identifier, identity)
 
@@ -353,7 +353,8 @@ def _check_journal(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every coordinator out of a run folder. Raises RunFolderError: one is in it."""
     path = folder / "lock"
     try:
         file = path.open("a+")

@@ -16,10 +16,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ _CHUNK = 8 * 1024 * 1024
 _MAX_WHOLE = 16 * 1024 * 1024
 
 Sleep = Callable[[float], None]
+T = TypeVar("T")
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +114,7 @@ class ObjectStore:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
             files[name] = self._again(
-                f"write {name} of version {version} to", lambda p=path, n=name: self._send(p, version, n)
+                f"write {name} of version {version} to", partial(self._send, path, version, name)
             )
         whole = msgspec.json.encode(Whole(version=version, files=files))
         self._again(
@@ -157,9 +159,7 @@ class ObjectStore:
                             f"{self.shown}: version {version} names {name!r}, which is outside"
                         )
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    found = self._again(
-                        f"read {name} of", lambda n=name, t=target: self._receive(version, n, t)
-                    )
+                    found = self._again(f"read {name} of", partial(self._receive, version, name, target))
                     if found != tuple(told):
                         raise RunFolderError(
                             f"{self.shown}: {name} of version {version} is damaged (its SHA-256 differs): "
@@ -208,7 +208,7 @@ class ObjectStore:
     def _path(self, version: int, name: str = "") -> str:
         return f"{self._root}/v{version:06}" + (f"/{name}" if name else "")
 
-    def _again(self, what: str, work: Callable[[], Any]) -> Any:
+    def _again(self, what: str, work: Callable[[], T]) -> T:
         """Do it, and again after a pause where the store fails: it is other people's network."""
         for attempt in range(1, self._tries + 1):
             try:

@@ -188,10 +188,10 @@ def fetch_version(
     as_json: bool = JSON,
 ) -> None:
     """Bring one version back from object storage, compared with what was put there. Stop the coordinator."""
-    from barnraise.coordinator.folder import open_run
+    from barnraise.coordinator.folder import locked
     from barnraise.coordinator.objects import ObjectStore
 
-    with open_run(folder):
+    with locked(folder):
         path = ObjectStore(url).fetch(version, folder)
     if as_json:
         emit_json({"version": version, "path": str(path)})
