@@ -231,3 +231,19 @@ async def test_a_line_may_send_slower_than_it_receives_and_bytes_may_stand_for_m
         await stream.write(bytes(10))
         assert len(await stream.read(100)) == 10
         assert trio.current_time() - began == pytest.approx(10.0 + 1.0)
+
+
+async def test_hosts_that_begin_in_the_same_moment_have_addresses_of_their_own(
+    autojump_clock: MockClock,
+) -> None:
+    swarm, addresses = MemorySwarm(), []
+
+    async def live(name: str) -> None:
+        async with swarm.network(name) as network:
+            addresses.append(network.addresses[0].partition("/p2p/")[0])
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live, "a")
+        nursery.start_soon(live, "b")
+    assert sorted(addresses) == ["/memory/1", "/memory/2"]
