@@ -55,7 +55,20 @@ def assert_like(one: tuple[WorkerSetup, Trained], other: tuple[WorkerSetup, Trai
         torch.testing.assert_close(value, made[1][name], rtol=0, atol=WEIGHTS[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+async def test_two_processes_learn_what_one_does_and_one_goes_on_from_their_shards(tmp_path: Path) -> None:
+    alone, run = (make_run(tmp_path / name, warm_up=50, grpo__minibatches=2) for name in ("alone", "run"))
+    one, two = Trainer(alone), ChildLearner(run, tmp_path / "log", LearnerScale(processes=2))
+    try:
+        job = next_job(alone, 1)
+        assert_like((alone, one.train(job)), (run, await two.train(job)), "float32")
+    finally:
+        await two.close()
+    job = next_job(alone, 2)
+    assert_like((alone, one.train(job)), (run, Trainer(run).train(job)), "float32")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_two_processes_learn_what_one_does_through_crashes_and_changes_of_their_number(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str
 ) -> None:
