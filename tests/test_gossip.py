@@ -534,6 +534,7 @@ async def test_a_download_cap_holds_over_any_five_seconds_and_is_used_however_ma
             assert len(arrived) < 400
         assert capped.whole(signed)
     begin = next(index for index, size in enumerate(arrived) if size > 64 * KIB) - 1
+    del arrived[arrived.index(arrived[-1]) + 1 :]  # what has arrived is read and joined later: nobody sends
     windows = [(b - a) / 5 / cap for a, b in zip(arrived[begin:], arrived[begin + 20 :], strict=False)]
     assert len(windows) > 5
     assert max(windows) < 1.125  # a window of credit and one shard's last piece; 1.105 was seen
