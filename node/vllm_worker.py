@@ -40,7 +40,7 @@ class ProvingWorker:
             return logits
 
         model.compute_logits = watched
-        head = getattr(model, "logits_processor", None)
+        head: Any = getattr(model, "logits_processor", None)
         cap = getattr(head, "soft_cap", None)
         if cap is not None:
             DESK.softcap, head.soft_cap = float(cap), None
