@@ -3,7 +3,7 @@
 Every process holds its part of each parameter, gradient and moment (``fully_shard``: Zhao et al.,
 "PyTorch FSDP", arXiv 2304.11277; one group per decoder layer, one for embedding, last norm and
 head). A layer's weights are gathered for its forward and backward pass only. Master weights and
-reductions are float32; a bfloat16 run gathers and computes in bfloat16.
+reductions are float32; a bfloat16 run computes in bfloat16 by autocast, as one process does.
 
 Shards are written by ``torch.distributed.checkpoint`` as safetensors, never as pickles, by a thread
 of each process while the version's weights are gathered, written and evaluated.
@@ -105,12 +105,9 @@ def shard(scores: Scores, processes: Processes, *, train: bool) -> None:
     """Leave this process its part of every parameter of ``scores``, on its device."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    reduced = scores.spec.model.compute_dtype == "bfloat16"
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if reduced else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
+    # Weights are gathered in float32 and cast by autocast, as one process does: the same numbers for twice
+    # the traffic of gathering bfloat16, which would keep norms and the residual stream in it as well.
+    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     for layer in decoder_layers(scores.policy):
         fully_shard(layer, mesh=processes.mesh, mp_policy=precision)
     fully_shard(scores, mesh=processes.mesh, mp_policy=precision, reshard_after_forward=not train)

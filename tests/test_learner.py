@@ -222,10 +222,13 @@ def test_a_perfect_policy_has_accuracy_one(tmp_path: Path, monkeypatch: pytest.M
     code = {symbol: i for i, symbol in enumerate(["<eos>", "r", "=", *"abcd"])}
     prompts: list[Any] = []
 
-    def perfect(policy: Any, asked: list[list[int]], limit: int, eos: int, **_: Any) -> list[list[int]]:
-        assert (limit, eos) == (4, code["<eos>"])
+    def perfect(
+        policy: Any, asked: list[list[int]], limit: int, eos: frozenset[int], **_: Any
+    ) -> list[list[int]]:
+        assert limit == 4
+        assert eos == {code["<eos>"]}
         prompts.extend(asked)
-        return [[*prompt[3:0:-1], eos] for prompt in asked]
+        return [[*prompt[3:0:-1], *eos] for prompt in asked]
 
     monkeypatch.setattr(learner, "greedy", perfect)
     assert Trainer(setup).initial().accuracy == 1.0
