@@ -1,7 +1,7 @@
 """Engines against each other: do their verifiers agree, and how fast are they?
 
     python -m benchmarks.engines [--json] [--save FILE] [--parts agreement speed] [--dtypes bfloat16 float32]
-        [--models llama qwen3 gemma3 smollm2] [--chunks 200] [--batch 32]
+        [--models llama qwen3 gemma3 smollm2] [--chunks 600] [--batch 32] [--tries 3]
 
 ``agreement``: submissions drawn by vLLM are judged by the whole ``Judge`` (torch), and by turns such
 of the torch engine, with default thresholds. vLLM runs with all that its workers were ever bitten by:
@@ -227,7 +227,7 @@ def _tight(unit: Unit) -> int:
 # --- speed
 
 
-def speed(unit: Unit, say: Any, tries: int = 3) -> dict[str, Any]:
+def speed(unit: Unit, say: Any, tries: int) -> dict[str, Any]:
     """Processor seconds of one unit with each engine; the best of ``tries``, by turns."""
     have_vllm = bool(find_vllm().distribution)
     plain = Generator("cpu")
@@ -366,7 +366,7 @@ def _one(part: str, model: str, dtype: str, options: argparse.Namespace) -> dict
             group = min(4, options.batch)
             tokens = 24 if small else 64
             unit = Unit(model, dtype, Path(scratch), max(1, options.batch // group), group, tokens)
-            return speed(unit, say)
+            return speed(unit, say, options.tries)
         unit = Unit(model, dtype, Path(scratch), 2 if small else 5, 4 if small else 8, 40 if small else 80)
         return agreement(unit, options.chunks, say)
 
@@ -379,6 +379,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"])
     parser.add_argument("--chunks", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tries", type=int, default=3, help="of the speed, after one to warm up")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path, help="add to this file, and leave out what it has")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -408,7 +409,14 @@ def main() -> None:
 def _apart(part: str, model: str, dtype: str, options: argparse.Namespace) -> Any:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = ["--parts", part, "--models", model, "--dtypes", dtype, "--here", "--save", file.name]
-        words += ["--chunks", str(options.chunks), "--batch", str(options.batch)]
+        words += [
+            "--chunks",
+            str(options.chunks),
+            "--batch",
+            str(options.batch),
+            "--tries",
+            str(options.tries),
+        ]
         command = [sys.executable, "-P", "-m", "benchmarks.engines", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, stdout=sys.stderr, env=environment)

@@ -35,7 +35,9 @@ def new_cache(policy: Policy) -> Any:
     """
     from transformers import DynamicCache
 
-    return DynamicCache() if only_attends(policy) else DynamicCache(config=policy.config)
+    from barnraise.kernels.growing_cache import growing_cache
+
+    return growing_cache() if only_attends(policy) else DynamicCache(config=policy.config)
 
 
 def saves(policy: Policy, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> bool:

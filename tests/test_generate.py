@@ -248,3 +248,38 @@ def test_prefill_does_not_depend_on_batching(
     for (prompt, completion), states in zip(pairs, together, strict=True):
         assert states.shape == (len(completion), policy.hidden_size)
         torch.testing.assert_close(states, prefill(policy, [prompt], [completion])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_that_grows_in_place_holds_what_transformers_own_does() -> None:
+    """Across prompts, single tokens, rows that end, rows that are repeated, and positions that are cut off."""
+    from transformers import DynamicCache
+
+    from barnraise.kernels.growing_cache import LEAST_SPARE, growing_cache
+
+    ours, theirs = growing_cache(), DynamicCache()
+    random = torch.Generator().manual_seed(0)
+
+    def add(rows: int, tokens: int) -> None:
+        new = [torch.randn(rows, 2, tokens, 3, generator=random) for _ in range(2)]
+        with torch.no_grad():
+            for mine, other in zip(ours.update(*new, 0), theirs.update(*new, 0), strict=True):
+                assert torch.equal(mine, other)
+
+    add(2, 5)
+    for cache in (ours, theirs):
+        cache.batch_select_indices(torch.tensor([1, 0, 1, 1]))
+    for _ in range(LEAST_SPARE + 2):
+        add(4, 1)
+    for cache in (ours, theirs):
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+    add(4, 3)
+    for cache in (ours, theirs):
+        cache.crop(-2)
+    add(4, 1)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    with torch.enable_grad():
+        added = [torch.ones(4, 2, 1, 3, requires_grad=True) for _ in range(2)]
+        keys, _ = ours.update(*added, 0)
+        keys.sum().backward()
+    assert added[0].grad is not None
