@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 LEAST_SPARE = 32  # positions added at once, or a quarter of what there is
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values [B, heads, length, head_dim] as views of buffers with room behind them."""
 
     _buffers: tuple[Tensor, Tensor] | None = None
@@ -60,14 +60,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().reset()
         self._buffers = None
 
-    def _room(self, which: int, held: Tensor, states: Tensor, have: int, new: int) -> Tensor:
+    def _room(self, which: int, held: Tensor | None, states: Tensor, have: int, new: int) -> Tensor:
         """The buffer, or a longer one that begins with what is held."""
         if self._buffers is not None and self._buffers[which].shape[2] >= have + new:
             return self._buffers[which]
         # A prompt alone, of which no more is asked, gets little room; what goes on, ever more.
         spare = max(LEAST_SPARE, have // 4)
         buffer = states.new_empty(*states.shape[:2], have + new + spare, states.shape[3])
-        if have:
+        if have and held is not None:
             buffer[:, :, :have] = held
         return buffer
 

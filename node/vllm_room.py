@@ -22,6 +22,7 @@ PROMPT_ROOM = 8192  # tokens of a prompt, where memory allows
 _USUAL_PROMPT = 512
 _LEAST_PROMPT = 96
 _OVERBOOKED = 4
+_CPU_SEQUENCES = 64  # for which the cache has room on a CPU, where more at once hardly pay
 _BLOCK = 16  # tokens of a block of the cache; on a CPU
 _CPU_BLOCK = 32
 _GPU_STEP = 8192  # tokens
@@ -114,7 +115,7 @@ def room_for(
     files = sum(path.stat().st_size for path in weight_files(folder))
     left = free - 2 * weights - min(files, weights)
     least = each * (_LEAST_PROMPT + new + _CPU_BLOCK)
-    wanted = MOST_SEQUENCES * each * (_USUAL_PROMPT + new)
+    wanted = _CPU_SEQUENCES * each * (_USUAL_PROMPT + new)
     cache = kv_bytes or min(wanted, left // 2)
     if cache < least:
         raise OutOfMemory(

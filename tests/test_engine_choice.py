@@ -97,7 +97,7 @@ def test_r5_the_cache_follows_the_free_memory_and_a_unit_is_halved(
 ) -> None:
     plenty = room(tmp_path, monkeypatch, 1 << 40)
     assert plenty.token_bytes == 2 * 2 * 1 * 16 * 4
-    assert plenty.kv_bytes == 256 * plenty.token_bytes * (512 + 40)
+    assert plenty.kv_bytes == 64 * plenty.token_bytes * (512 + 40)
     assert plenty.length == 64  # all that the model can
     assert plenty.sized(1000, 64, 0).at_once == 256
     assert plenty.sized(1000, 64, 3).at_once == 32
