@@ -69,7 +69,9 @@ def strategy(info: inspect.Type) -> st.SearchStrategy[Any]:
             low = info.min_length or 0
             return st.lists(strategy(info.item_type), min_size=low, max_size=low + 2).map(tuple)
         case inspect.DictType():
-            return st.dictionaries(strategy(info.key_type), strategy(info.value_type), max_size=3)
+            low = info.min_length or 0
+            keys, items = strategy(info.key_type), strategy(info.value_type)
+            return st.dictionaries(keys, items, min_size=low, max_size=low + 3)
         case inspect.LiteralType():
             return st.sampled_from(info.values)
         case inspect.UnionType():
