@@ -9,7 +9,7 @@ LINKED := $(VENV)/.linked-$(LAYOUT)
 # One thread per numeric library: the suite runs two processes on two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-long test-triton test-vllm lint types check clean
+.PHONY: help install demo test test-long test-triton test-vllm lint types docs check clean
 
 help:
 	@echo "make demo    one coordinator and three volunteers raise a model on this machine (about 3 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-vllm  the vLLM engine's tests, in .venv-vllm (3.5 GB)"
 	@echo "make lint    ruff and the import rules"
 	@echo "make types   mypy --strict"
+	@echo "make docs    the documentation as a site in build/site, in .venv-docs (170 MB); warnings are errors"
 	@echo "make check   lint, types and test"
 	@echo "make install only set up .venv"
 
@@ -88,7 +89,18 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Reads the sources without importing them: neither torch nor .venv is needed.
+.venv-docs/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+		print(*p["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/wanted.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv-docs/wanted.txt
+	@touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 check: lint types test
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton .venv-docs .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -71,6 +71,7 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(built: tuple[Path, Path]
         assert f"barnraise/{package}/__init__.py" in names
         assert f"barnraise/{package}/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.endswith((".md", ".service")) or "/docs/" in name]
 
 
 def test_every_package_folder_is_in_the_wheel(built: tuple[Path, Path]) -> None:

@@ -118,7 +118,7 @@ def describe(info: inspect.Type) -> str:
         case inspect.BoolType():
             return "bool"
         case inspect.StrType(pattern=str(pattern)):
-            return f"text {pattern.strip('^$')}"
+            return f"text `{pattern.strip('^$')}`"
         case inspect.StrType():
             return f"text{span(info.min_length, info.max_length)}"
         case inspect.BytesType():
