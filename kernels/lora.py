@@ -175,11 +175,17 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in float32, and zero it: for export, not within a run."""
-    for _, layer in adapted_layers(model):
+    """Add every adapter to its layer's weight, in float32; plain linear layers remain.
+
+    For export, not within a run.
+    """
+    for name, layer in [*adapted_layers(model)]:
         change = layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
         layer.weight.copy_(layer.weight.float() + change)
-        layer.lora_B.zero_()
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        plain.weight, plain.bias = layer.weight, layer.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
 
 
 # --- files

@@ -18,6 +18,8 @@ from barnraise.protocol.wire import printable
 from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
 from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
+from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
+from barnraise.tui.export_model import export_model
 from barnraise.tui.run_file import CHECK_EXAMPLES, TEMPLATE_EXAMPLES, check, given, keep_file, template
 from barnraise.tui.run_filter import EXAMPLES as FILTER_EXAMPLES
 from barnraise.tui.run_filter import filter_tasks
@@ -46,6 +48,9 @@ app.command("check", short_help="Check a run file; estimate what the run needs."
 app.command("filter", short_help="Keep tasks of use, as a swarm measured them.", epilog=FILTER_EXAMPLES)(
     filter_tasks
 )
+app.command(
+    "export-model", short_help="Write a version as a model folder, adapters merged.", epilog=EXPORT_EXAMPLES
+)(export_model)
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
 
