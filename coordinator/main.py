@@ -27,6 +27,7 @@ from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifier
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
+from barnraise.protocol.hello import Floor
 from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.wire import printable
 
@@ -53,6 +54,7 @@ def run_from_folder(
     spread: Spread = Spread(),
     keep: Keep = Keep(),
     guards: GuardLimits = GuardLimits(),
+    floor: Floor | None = None,
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -67,7 +69,8 @@ def run_from_folder(
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
     ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
     serve the page, the API and the metrics; None: nowhere. ``spread``: the learner's processes, and devices.
-    ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised.
+    ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised. ``floor``:
+    as ``run_coordinator``.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -89,6 +92,7 @@ def run_from_folder(
                 spread,
                 keep,
                 guards,
+                floor,
             )
             trio.run(_main, run, tuple(listen), *options)
         except BaseExceptionGroup as group:
@@ -116,6 +120,7 @@ async def _main(
     spread: Spread,
     keep: Keep,
     guards: GuardLimits,
+    floor: Floor | None,
 ) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
@@ -131,6 +136,7 @@ async def _main(
                 spread,
                 keep,
                 guards,
+                floor,
             )
             nursery.start_soon(_serve, run, listen, *options)
             async for number in signals:
@@ -154,6 +160,7 @@ async def _serve(
     spread: Spread,
     keep: Keep,
     guards: GuardLimits,
+    floor: Floor | None,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
 
@@ -175,6 +182,7 @@ async def _serve(
                 http=listeners,
                 keep=keep,
                 guards=guards,
+                floor=floor,
                 end=partial(os.kill, os.getpid(), signal.SIGTERM),
             )
             await nursery.start(serve)

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -21,6 +22,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.guards import GuardLimits
 from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.hello import Floor, our_hello
 from barnraise.protocol.messages import Text
 from barnraise.protocol.spec import (
     Admission,
@@ -74,6 +76,8 @@ class Serve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mirrors: Annotated[tuple[str, ...], Meta(max_length=8)] = ()
     upload_copies: Share = 0.0
     relay_mbit: Annotated[float, Meta(ge=0.0, le=100_000)] = 0.0
+    floor_minor: Annotated[int, Meta(ge=-1, le=65_535)] = -1
+    floor_from: Annotated[str, Meta(max_length=40)] = ""
 
 
 class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +170,39 @@ def _run_file(tables: dict[str, Any], where: str) -> RunFile:
     run = _read(RunSection, tables.get("run", {}), "run", where)
     if signed["pretrain"] and run.phase != "pretrain":
         raise RunFileError(f'{where}: [pretrain] is for run.phase = "pretrain"')
+    try:
+        floor_of(own["serve"])
+    except RunFileError as error:
+        raise RunFileError(f"{where}: {error}") from None
     return RunFile(run=run, signed=signed, **own)
+
+
+def floor_of(serve: Serve) -> Floor | None:
+    """The oldest protocol minor that ``[serve]`` lets in, and from when on; None: every one of our major.
+
+    Raises:
+        RunFileError: no such minor yet, or no date.
+    """
+    if serve.floor_minor < 0:
+        if serve.floor_from:
+            raise RunFileError("[serve] floor_from says when, but floor_minor is -1: say from which minor on")
+        return None
+    if serve.floor_minor > (ours := our_hello()).minor:
+        raise RunFileError(
+            f"[serve] floor_minor {serve.floor_minor} is above what this coordinator speaks itself "
+            f"({ours.major}.{ours.minor}): nobody could join; upgrade it first"
+        )
+    try:
+        since = (
+            datetime.fromisoformat(serve.floor_from) if serve.floor_from else datetime.fromtimestamp(0, UTC)
+        )
+    except ValueError:
+        raise RunFileError(
+            f'[serve] floor_from {serve.floor_from!r} is no date: write "2026-12-31" or "2026-12-31T18:00", UTC'
+        ) from None
+    if since.tzinfo is None:
+        since = since.replace(tzinfo=UTC)
+    return Floor(serve.floor_minor, max(0, int(since.timestamp() * 1000)))
 
 
 def _choices() -> type[Any]:

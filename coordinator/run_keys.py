@@ -112,6 +112,8 @@ TEXTS: dict[str, str] = {
     "serve.mirrors": "static file hosts that have the shards",
     "serve.upload_copies": "copies of each version to upload down the tree; 0: no limit",
     "serve.relay_mbit": "Mbit/s to carry shards between nodes that cannot reach each other; 0: none",
+    "serve.floor_minor": "oldest minor of our protocol major that is served; -1: all of them",
+    "serve.floor_from": "from when on, UTC, such as 2026-12-31; until then older nodes are told; empty: now",
     "keep.every": "every so-manieth version stays whole, optimiser included; 0: none",
     "keep.most": "so many of them, the newest",
     "keep.disk_gb": "GB that all checkpoints may take; the oldest go first; 0: no limit",

@@ -18,12 +18,14 @@ from barnraise.coordinator.run_file import (
     RunFile,
     RunFileError,
     RunSection,
+    floor_of,
     operating,
     read_run_file,
     settings_of,
 )
 from barnraise.coordinator.run_keys import SECTIONS, TEXTS, allowed, keys, reference, write_run_file
 from barnraise.coordinator.workers import Trained, checkpoint_folder
+from barnraise.protocol.hello import Floor
 from barnraise.tui.main import app
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "run-file.md"
@@ -189,3 +191,19 @@ def test_the_oldest_go_where_the_disk_is_full(tmp_path):
     two_more = Keep(every=5, most=5, disk_gb=(5 + 2) * 2.001e6 / 1e9)
     assert kept_whole(tmp_path, 30, two_more, 27) == {20, 25, 30}
     assert kept_whole(tmp_path, 30, Keep(every=5, most=5, disk_gb=0.001), 27) == {30}
+
+
+def test_a_floor_is_a_minor_and_a_date_and_never_above_our_own(tmp_path):
+    def floor(text: str):
+        return floor_of(read_run_file(written(tmp_path, "[serve]\n" + text)).serve)
+
+    assert floor("") is None
+    assert floor("floor_minor = 0") == Floor(0, 0)
+    assert floor('floor_minor = 0\nfloor_from = "2027-01-01"') == Floor(0, 1_798_761_600_000)
+    for text, why in (
+        ("floor_minor = 60000", "nobody could join"),
+        ('floor_from = "2027-01-01"', "say from which minor"),
+        ('floor_minor = 0\nfloor_from = "soon"', "is no date"),
+    ):
+        with pytest.raises(RunFileError, match=why):
+            floor(text)

@@ -114,7 +114,7 @@ def run(
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
-    from barnraise.coordinator.run_file import operating
+    from barnraise.coordinator.run_file import floor_of, operating
     from barnraise.coordinator.scale import read_spread
     from barnraise.coordinator.web.listen import Bind, read_bind
     from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
@@ -166,6 +166,7 @@ def run(
             spread=spread,
             keep=file.keep,
             guards=file.guards,
+            floor=floor_of(file.serve),
         )
     except PeerError as error:  # an address that is malformed or taken
         hint = "--http" if "--http" in str(error) else "--listen"
