@@ -193,12 +193,11 @@ def floor_of(serve: Serve) -> Floor | None:
             f"({ours.major}.{ours.minor}): nobody could join; upgrade it first"
         )
     try:
-        since = (
-            datetime.fromisoformat(serve.floor_from) if serve.floor_from else datetime.fromtimestamp(0, UTC)
-        )
+        since = datetime.fromisoformat(serve.floor_from or "1970-01-01")
     except ValueError:
         raise RunFileError(
-            f'[serve] floor_from {serve.floor_from!r} is no date: write "2026-12-31" or "2026-12-31T18:00", UTC'
+            f'[serve] floor_from {serve.floor_from!r} is no date: write "2026-12-31" or '
+            '"2026-12-31T18:00", UTC'
         ) from None
     if since.tzinfo is None:
         since = since.replace(tzinfo=UTC)
