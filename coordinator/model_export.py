@@ -36,9 +36,7 @@ def export_model(run_folder: Path, target: Path, version: int | None = None) -> 
     folder = checkpoint_folder(run_folder, chosen)
     if not (folder / WEIGHTS_FILE).is_file():
         there = ", ".join(map(str, whole)) or "none"
-        raise RunFolderError(
-            f"version {chosen} of {run_folder} is no model on this disk; there are: {there}"
-        )
+        raise RunFolderError(f"version {chosen} of {run_folder} is no model on this disk; there are: {there}")
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in spec.model.assets:

@@ -251,7 +251,7 @@ def test_prefill_does_not_depend_on_batching(
 
 
 def test_a_cache_that_grows_in_place_holds_what_transformers_own_does() -> None:
-    """Across prompts, single tokens, rows that end, rows that are repeated, and positions that are cut off."""
+    """Across prompts, single tokens, rows that end, are repeated, and positions that are cut off."""
     from transformers import DynamicCache
 
     from barnraise.kernels.growing_cache import LEAST_SPARE, growing_cache
