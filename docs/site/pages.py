@@ -76,13 +76,10 @@ def on_files(files: Files, config: Any) -> Files:
     def page(name: str, text: str) -> None:
         files.append(File.generated(config, f"reference/{name}.md", content=text))
 
-    index = [
-        "# API reference",
-        "",
-        "From the docstrings. Imports point down only: simulation, node and coordinator,",
-        "",
-    ]
-    index += ["kernels, protocol.", ""]
+    told_once = (
+        "From the docstrings. Imports point down only: simulation; node and coordinator; kernels; protocol."
+    )
+    index = ["# API reference", "", told_once, ""]
     for package, what in PACKAGES.items():
         index.append(f"- [barnraise.{package}]({package}.md): {what}")
         table = [
