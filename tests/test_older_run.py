@@ -54,6 +54,8 @@ def test_an_older_run_keeps_its_id_and_its_tree_head_with_and_without_its_snapsh
         assert core.state.head == 2
         assert (len(core.ledger), base64.b64encode(core.ledger.root()).decode()) == (SIZE, ROOT)
     assert encode_state(cores[0].state) == encode_state(cores[1].state)
+    assert cores[0].begun_at == 0  # another fold made these snapshots: they are set aside, nothing more
+    assert list((older / "snapshots").glob("*.refused"))
 
 
 async def test_an_older_run_goes_on_to_its_end_with_a_sound_ledger(
