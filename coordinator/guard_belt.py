@@ -56,7 +56,10 @@ class GuardBelt:
             StorageError: the disk refused.
         """
         state = self.core.state
-        found = look(state.versions[-self.limits.recent - self.limits.past :], self._seen(), self.limits)
+        most = self.limits.recent + self.limits.past
+        left_out = sum(state.operations.is_given_up(info.version) for info in state.versions)
+        seen = state.versions[-most - left_out :]
+        found = look(seen, self._seen(), self.limits, state.operations.is_given_up)
         events = decide(found, dict(state.operations.alarms), self.core, self.limits.pause)
         for event in events:
             if isinstance(event, AlarmRaised):

@@ -100,9 +100,18 @@ _BACK = (
 )
 
 
-def look(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> list[Finding]:
-    """Everything that is wrong with a run now, by kind, each at most once."""
-    trained = [info for info in versions if info.stats is not None]
+def look(
+    versions: Sequence[VersionInfo],
+    seen: Seen,
+    limits: GuardLimits,
+    is_given_up: Callable[[int], bool] = lambda version: False,
+) -> list[Finding]:
+    """Everything that is wrong with a run now, by kind, each at most once.
+
+    Versions that a rollback left (``is_given_up``) say nothing about the policy; only their times count.
+    """
+    standing = [info for info in versions if not is_given_up(info.version)]
+    trained = [info for info in standing if info.stats is not None]
     newest = trained[-1].version if trained else 0
     stats = [info.stats for info in trained if info.stats is not None]
     recent, past = stats[-limits.recent :], stats[-limits.recent - limits.past : -limits.recent]
@@ -110,7 +119,7 @@ def look(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> li
         _volunteers(seen, limits),
         _backlog(seen, limits),
         _stall(versions, seen, limits),
-        _accuracy(versions, limits),
+        _accuracy(standing, limits),
     ]
     if len(recent) == limits.recent:
         findings += [

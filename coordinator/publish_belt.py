@@ -4,7 +4,7 @@ While this belt hashes, patches, signs and announces version v, the learner make
 v + 1. It may be no further ahead than that: ``State.unpublished`` holds one version,
 and the fold refuses a second. After a crash the belt goes on with the version that
 was trained and not published; should its checkpoint be gone, the learner is asked
-for it again, from the batch that it was made of.
+for it again, from the batch that it was made of; a rollback's is linked again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.retention import kept_whole
+from barnraise.coordinator.rollback import take_up_again
 from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.sessions import run_complete
 from barnraise.coordinator.state import SETTLED, State, Unpublished
@@ -161,12 +162,17 @@ class PublishBelt:
         version = due.trained.version
         if checkpoint_folder(self.run_folder, version).is_dir():
             return
-        formed = self.core.state.blocks.round
+        formed, given_up = self.core.state.blocks.round, self.core.state.operations.given_up
         job: TrainJob | RoundJob | RecombineJob
         if due.batch is not None:
             job = await job_of(self.core, due.batch)
         elif formed is not None and formed.version == version:
             job = await block_job(self.core, formed, self.run_folder)
+        elif given_up and given_up[-1][1] == version - 1:  # made of no batch: a rollback's, links alone
+            earlier = given_up[-1][0] - 1
+            log.warning("checkpoint %d is gone before it was published: version %d again", version, earlier)
+            await self.core.offload(lambda: take_up_again(self.run_folder, version, earlier))
+            return
         else:
             return
         log.warning("checkpoint %d is gone before it was published: it is made again", version)

@@ -92,6 +92,23 @@ def test_held_out_accuracy_that_falls_is_grave_though_rewards_rise():
     assert [finding.kind for finding in look(versions, CALM, LIMITS)] == ["held-out-collapse"]
 
 
+def test_versions_that_a_rollback_left_are_no_evidence():
+    good = [version(number, accuracy=0.6) for number in range(1, 11)]
+    bad = [version(number, accuracy=0.1, reward_mean=0.01, kl=3.0) for number in range(11, 14)]
+    again = VersionInfo(14, b"m" * 32, "w", 1, None, 0.6, 14_000)
+    better = VersionInfo(9, b"m" * 32, "w", 1, None, 0.99, 9_000)
+    kinds = {finding.kind for finding in look([*good, *bad], CALM, LIMITS)}
+    assert {"reward-collapse", "held-out-collapse", "kl"} <= kinds
+
+    def left(number: int) -> bool:
+        return 11 <= number <= 13
+
+    assert look([*good, *bad, again], CALM, LIMITS, left) == []
+    assert look([*good[:8], better, *good[9:]], CALM, LIMITS, lambda number: number == 9) == []
+    late = replace(CALM, now_ms=14_000 + 1_900_000)
+    assert [item.kind for item in look([*good, *bad], late, LIMITS, left)] == ["stall"]
+
+
 @pytest.mark.parametrize(
     ("kind", "seen"),
     [

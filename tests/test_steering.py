@@ -1,5 +1,6 @@
 """Pause, resume, rollback and guards as nodes meet them: over the wire, in virtual time."""
 
+import shutil
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from barnraise.coordinator import checkpoints
 from barnraise.coordinator.checkpoints import Record, write_record
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_log import entries_of
+from barnraise.coordinator.publish_belt import PublishBelt
 from barnraise.coordinator.rollback import take_up_again
 from barnraise.coordinator.steering import pause, resume, roll_back
 from barnraise.coordinator.workers import checkpoint_folder
@@ -129,6 +131,31 @@ async def test_a_rollback_is_a_new_version_with_the_old_weights_and_the_run_lear
     journal.close()
     assert [entry.to_version for entry in entries if isinstance(entry, ledger.RolledBack)] == [back]
     ledger.balances(entries, core.spec)  # keeps every rule
+
+
+async def test_a_rollbacks_checkpoint_that_is_lost_before_it_is_published_is_made_again(
+    tmp_path, autojump_clock, monkeypatch
+):
+    lost = []
+
+    async with at_work(tmp_path) as (_, core, folder):
+        await until(core, lambda state: state.head >= 4)
+        await pause(core, {"reason": "it went wrong"})
+        await until(core, lambda state: state.batch is None and state.unpublished is None)
+        last, back = core.state.head, checkpoints.complete_versions(folder)[-2]
+        present = PublishBelt._present
+
+        async def present_after_loss(belt, due):
+            if due.trained.version == last + 1 and not lost:
+                lost.append(due.batch)
+                shutil.rmtree(checkpoint_folder(folder, last + 1))
+            await present(belt, due)
+
+        monkeypatch.setattr(PublishBelt, "_present", present_after_loss)
+        await roll_back(core, folder, {"version": back, "reason": "bad batch"})
+        await until(core, lambda state: state.head == last + 1)
+        assert lost == [None]
+        assert weights(folder, last + 1) == weights(folder, back)
 
 
 async def test_a_rollback_that_cannot_be_is_refused_with_what_can(tmp_path, autojump_clock):
