@@ -65,9 +65,10 @@ def check_together(core: Core, changes: dict[str, str]) -> None:
             f"rollout.deadline_s {rollout.deadline_s:g} is below rollout.timeout_s {rollout.timeout_s:g}: "
             "change both"
         )
-    if rollout.versions < core.state.made:
+    begun = core.state.made + (core.state.batch is not None)
+    if rollout.versions < begun:
         raise AmendmentError(
-            f"rollout.versions {rollout.versions} is below version {core.state.made}, which is made already"
+            f"rollout.versions {rollout.versions} is below version {begun}, which is made or being made"
         )
 
 

@@ -10,12 +10,14 @@ limits are in ``GuardLimits``; none of them is about a single version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 from barnraise.coordinator.state_parts import VersionInfo
@@ -88,7 +90,7 @@ class Finding:
 GUARDS = (
     *("reward-collapse", "held-out-collapse", "entropy-explosion", "entropy-collapse", "gradient-norm"),
     *("clip-ratio", "kl", "zero-advantage", "stale-work", "not-finite", "verifier-backlog"),
-    *("volunteers-lost", "stall"),
+    *("no-numbers", "volunteers-lost", "stall"),
 )
 """Every kind of finding."""
 
@@ -111,7 +113,7 @@ def look(
     Versions that a rollback left (``is_given_up``) say nothing about the policy; only their times count.
     """
     standing = [info for info in versions if not is_given_up(info.version)]
-    trained = [info for info in standing if info.stats is not None]
+    trained = [info for info in standing if info.stats is not None and _is_finite(info.stats)]
     newest = trained[-1].version if trained else 0
     stats = [info.stats for info in trained if info.stats is not None]
     recent, past = stats[-limits.recent :], stats[-limits.recent - limits.past : -limits.recent]
@@ -120,6 +122,7 @@ def look(
         _backlog(seen, limits),
         _stall(versions, seen, limits),
         _accuracy(standing, limits),
+        _no_numbers(standing),
     ]
     if len(recent) == limits.recent:
         findings += [
@@ -248,6 +251,19 @@ def _stale(recent: Sequence[TrainStats], seen: Seen, limits: GuardLimits) -> Fin
         "learner or the broadcast is slower than the volunteers; raise rollout.groups_per_version"
     )
     return Finding("stale-work", now, seen.max_lag * limits.stale_share, text)
+
+
+def _is_finite(stats: TrainStats) -> bool:
+    return all(math.isfinite(value) for value in msgspec.structs.astuple(stats))
+
+
+def _no_numbers(versions: Sequence[VersionInfo]) -> Finding | None:
+    """The newest version's statistics are no numbers: with those nothing can be compared."""
+    newest = next((info for info in reversed(versions) if info.stats is not None), None)
+    if newest is None or newest.stats is None or _is_finite(newest.stats):
+        return None
+    text = f"version {newest.version} has statistics that are not finite: {_BACK}"
+    return Finding("no-numbers", float(newest.version), 0.0, text, grave=True)
 
 
 def _not_finite(recent: Sequence[TrainStats]) -> Finding | None:

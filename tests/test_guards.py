@@ -123,3 +123,12 @@ def test_what_stops_a_run_is_named(kind, seen):
 
 def test_a_run_that_is_paused_or_alone_does_not_stall():
     assert look(healthy(), replace(CALM, now_ms=10**9, working=False), LIMITS) == []
+
+
+@pytest.mark.parametrize("field", ["reward_mean", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_statistics_that_are_no_numbers_are_one_grave_finding_and_enter_no_comparison(field, value):
+    versions = [*(version(number) for number in range(1, 21)), version(21, **{field: value})]
+    found = look(versions, CALM, LIMITS)
+    assert [(finding.kind, finding.value, finding.grave) for finding in found] == [("no-numbers", 21.0, True)]
+    assert look([*versions, version(22)], CALM, LIMITS) == []
