@@ -18,8 +18,8 @@ from barnraise.protocol.wire import printable
 from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
 from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
+from barnraise.tui.export_model import CARD_EXAMPLES, export_model, run_card
 from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
-from barnraise.tui.export_model import export_model
 from barnraise.tui.run_file import CHECK_EXAMPLES, TEMPLATE_EXAMPLES, check, given, keep_file, template
 from barnraise.tui.run_filter import EXAMPLES as FILTER_EXAMPLES
 from barnraise.tui.run_filter import filter_tasks
@@ -51,6 +51,7 @@ app.command("filter", short_help="Keep tasks of use, as a swarm measured them.",
 app.command(
     "export-model", short_help="Write a version as a model folder, adapters merged.", epilog=EXPORT_EXAMPLES
 )(export_model)
+app.command("card", short_help="Write the run's card: data, curves, credits.", epilog=CARD_EXAMPLES)(run_card)
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
 
