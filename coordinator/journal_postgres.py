@@ -112,6 +112,7 @@ class PostgresStore:
         self._tables = Tables(place.schema)
         self._schema = place.schema
         self._engine = _engine(place)
+        self._looking = _engine(place, isolation_level="AUTOCOMMIT")
         self._lock, self._reads_lock = threading.Lock(), threading.Lock()
         self._writer: sa.Connection | None = None
         self._reads: sa.Connection | None = None
@@ -137,6 +138,7 @@ class PostgresStore:
         with self._reads_lock:
             self._reads = _end(self._reads)
         self._engine.dispose()
+        self._looking.dispose()
 
     # --- writing
 
@@ -385,7 +387,7 @@ class PostgresStore:
             with self._reads_lock:
                 try:
                     if self._reads is None:
-                        self._reads = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+                        self._reads = self._looking.connect()
                     return ask(self._reads)
                 except (SQLAlchemyError, *_Lost) as error:
                     self._reads = _end(self._reads)
@@ -410,7 +412,7 @@ class PostgresStore:
         return StorageError(f"cannot write {self.place} ({text}): check the server's disk and permissions")
 
 
-def _engine(place: Place) -> sa.Engine:
+def _engine(place: Place, **settings: Any) -> sa.Engine:
     """By pg8000 unless the URL names psycopg. A socket's folder is ``?host=/run/postgresql``, as for psql."""
     parts = urlsplit(without_password(place.url))
     options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -438,7 +440,7 @@ def _engine(place: Place) -> sa.Engine:
         arguments["password"] = password
     scheme = "postgresql+psycopg" if psycopg else "postgresql+pg8000"
     url = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
-    return sa.create_engine(url, poolclass=NullPool, connect_args=arguments, hide_parameters=True)
+    return sa.create_engine(url, poolclass=NullPool, connect_args=arguments, hide_parameters=True, **settings)
 
 
 def _end(db: sa.Connection | None) -> sa.Connection | None:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
@@ -107,6 +108,7 @@ def test_payloads_are_dropped_when_told(path: Path) -> None:
     assert journal.payload_ids(2) == [b"\0" * 32, b"\1" * 32]
     journal.commit([Write(drop_payloads=journal.payload_ids(2))])
     assert journal.payloads([b"\0" * 32, b"\2" * 32]) == {b"\2" * 32: b"payload"}
+    journal.close()
 
 
 def test_receipts_are_found_by_node_from_an_index_on(path: Path) -> None:
@@ -116,6 +118,7 @@ def test_receipts_are_found_by_node_from_an_index_on(path: Path) -> None:
         journal.commit([Write(receipts=[StoredReceipt(index, node, signed(bytes([index])))])])
     found = journal.receipts(b"a" * 32, 3, 2)
     assert [receipt.payload for receipt in found] == [b"\4", b"\6"]
+    journal.close()
 
 
 def test_old_manifests_go(path: Path) -> None:
@@ -124,6 +127,7 @@ def test_old_manifests_go(path: Path) -> None:
         journal.commit([Write(manifest=(version, signed(bytes([version]))))])
     assert journal.manifest(1) is None
     assert journal.manifest(2) == signed(b"\2")
+    journal.close()
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
@@ -137,8 +141,11 @@ def test_an_event_of_another_version_is_refused_with_the_cure(path: Path) -> Non
     journal = Journal(path)
     journal.store.load("events", [(0, b"\x81\xa4type\xa6Future", None)])
     journal.close()
-    with pytest.raises(RunFolderError, match="another version of barnraise"):
-        list(Journal(path).events())
+    with (
+        pytest.raises(RunFolderError, match="another version of barnraise"),
+        closing(Journal(path)) as again,
+    ):
+        list(again.events())
 
 
 def test_a_missing_or_damaged_event_is_noticed(path: Path) -> None:
@@ -150,6 +157,7 @@ def test_a_missing_or_damaged_event_is_noticed(path: Path) -> None:
         journal.check_events(2, 3)
     with pytest.raises(RunFolderError, match="event 1 is missing"):
         list(journal.events())
+    journal.close()
 
 
 def crashed(tmp_path: Path, transactions: int) -> tuple[bytes, bytes, list[tuple[int, int]]]:
