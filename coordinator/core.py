@@ -25,7 +25,6 @@ from barnraise.coordinator.events import Event, RunOpened
 from barnraise.coordinator.journal import Journal, Payload, StoredReceipt, Write
 from barnraise.coordinator.snapshot import Fold, Snapshots
 from barnraise.coordinator.state import EventError
-from barnraise.protocol.amendments import amended
 from barnraise.protocol.envelope import open_signed, sign
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.identity import Identity
@@ -227,14 +226,11 @@ class Core:
 
     @property
     def settings(self) -> RunSpec:
-        """The run spec with every amendment so far: what is in force, not what the run id is the hash of."""
-        amendments = self.state.operations.amendments
-        newest = amendments[-1].amendment if amendments else b""
+        """``Operations.settings``, remembered until the next amendment."""
+        operations = self.state.operations
+        newest = operations.amendments[-1].amendment if operations.amendments else b""
         if newest != self._settings[0]:
-            spec = self.spec
-            for event in amendments:
-                spec = amended(spec, event.changes)
-            self._settings = newest, spec
+            self._settings = newest, operations.settings(self.spec)
         return self._settings[1]
 
     async def record(

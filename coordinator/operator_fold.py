@@ -25,6 +25,8 @@ from barnraise.coordinator.operator_events import (
     SettingsAmended,
 )
 from barnraise.coordinator.pool import leave_pool
+from barnraise.protocol.amendments import amended
+from barnraise.protocol.spec import RunSpec
 
 if TYPE_CHECKING:  # the state's fold imports this module
     from barnraise.coordinator.state import State
@@ -57,6 +59,12 @@ class Operations:
     rollback: RollbackOrdered | None = None  # ordered, its version not trained yet
     rollbacks: int = 0
     given_up: list[tuple[int, int]] = field(default_factory=list)  # versions, first and last, newest last
+
+    def settings(self, spec: RunSpec) -> RunSpec:
+        """The run spec with every amendment so far: what is in force, not what the run id is the hash of."""
+        for event in self.amendments:
+            spec = amended(spec, event.changes)
+        return spec
 
     def is_given_up(self, version: int) -> bool:
         """Whether work at a policy version is of a branch that a rollback left."""

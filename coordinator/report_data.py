@@ -184,7 +184,7 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
             _read_submissions(journal, units, submitted)
     except EventError as error:
         raise RunFolderError(f"{path} is damaged ({error}): restore it from a backup") from error
-    report.version = state.head
+    report.version, report.target_version = state.head, state.operations.settings(spec).rollout.versions
     report.wall_s = (last_ms - first_ms) / 1000 if last_ms else None
     report.units = sorted(
         units.values(), key=lambda unit: (unit.version, unit.block, unit.slot, unit.leased_ms)

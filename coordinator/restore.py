@@ -33,7 +33,6 @@ from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.migrate import open_postgres
 from barnraise.coordinator.snapshot import Fold
 from barnraise.coordinator.workers import checkpoint_folder
-from barnraise.protocol.amendments import amended
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
 from barnraise.protocol.identity import load_identity
@@ -164,8 +163,7 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
             "a run that pretrains cannot be continued by a new one yet: its blocks are not one model. "
             "With --same-run it goes on, if nothing was acknowledged after the backup"
         )
-    for event in fold.state.operations.amendments:
-        spec = amended(spec, event.changes)
+    spec = fold.state.operations.settings(spec)
     version = max(0, made.trained)
     identity = load_identity(backup / "run.key")
     end = f"its ledger's first {made.ledger_size} entries and version {version}"
@@ -181,6 +179,7 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
             evaluation=spec.evaluation,
             weights_dtype=spec.model.weights_dtype,
             compute_dtype=spec.model.compute_dtype,
+            admission=spec.admission,
         ),
         spec.verify,
         name=spec.name,

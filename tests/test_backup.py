@@ -11,6 +11,7 @@ import trio
 import trio.testing
 from coordinator_support import coordinating, make_run, node
 
+from barnraise.coordinator.amending import amend
 from barnraise.coordinator.backup import back_up, check_backup
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
@@ -136,3 +137,18 @@ async def test_a_damaged_backup_restores_nothing(tmp_path: Path, autojump_clock:
     foreign = (other / "log/checkpoint").read_bytes()
     with pytest.raises(RunFolderError, match="not of this run"):
         restore(backup, tmp_path / "elsewhere", 9_000, same_run=True, checkpoints=[foreign])
+
+
+async def test_a_run_that_took_not_everybody_takes_not_everybody_when_it_is_restored(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    folder, backup, elsewhere = make_run(tmp_path, versions=4), tmp_path / "backup", tmp_path / "elsewhere"
+    async with coordinating(MemorySwarm(), folder) as coordinator:
+        await head_is(coordinator, 0)
+        core = coordinator.state.args[0]  # type: ignore[attr-defined]
+        changes = {"admission": '"invite"', "rollout.versions": "9"}
+        await amend(core, {"changes": changes, "reason": "a closed group"})
+    back_up(folder, backup, 5_000)
+    restore(backup, elsewhere, 9_000)
+    spec = read_spec(elsewhere)[0]
+    assert (spec.admission, spec.rollout.versions) == ("invite", 9)
