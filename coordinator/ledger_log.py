@@ -43,19 +43,7 @@ from barnraise.coordinator.events import (
 )
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_uses import UseNotes
-from barnraise.coordinator.operator_events import (
-    AlarmCleared,
-    AlarmRaised,
-    InviteMade,
-    InviteRevoked,
-    InviteUsed,
-    NodeAllowed,
-    NodeDisallowed,
-    RollbackOrdered,
-    RunPaused,
-    RunResumed,
-    SettingsAmended,
-)
+from barnraise.coordinator.operator_events import OperatorAct, RollbackOrdered, SettingsAmended
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
 from barnraise.protocol.envelope import sign
@@ -159,9 +147,7 @@ def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
             )
         case RollbackOrdered():
             return ledger.RolledBack(at_ms=event.at_ms, to_version=event.to_version, reason=event.reason)
-        case InviteMade() | InviteRevoked() | InviteUsed() | NodeAllowed() | NodeDisallowed():
-            return None
-        case AlarmRaised() | AlarmCleared() | RunPaused() | RunResumed():
+        case OperatorAct():
             return None
         case OffenceNoted():
             return None

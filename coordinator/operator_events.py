@@ -7,7 +7,13 @@ from typing import Literal
 from msgspec import Struct
 
 
-class SettingsAmended(Struct, frozen=True, kw_only=True, tag=True):
+class OperatorAct(Struct, frozen=True, kw_only=True):
+    """What all of them are: folds tell them from other events by it."""
+
+    at_ms: int
+
+
+class SettingsAmended(OperatorAct, frozen=True, kw_only=True, tag=True):
     """A signed amendment is in force from here on (``barnraise.protocol.amendments``).
 
     ``signed``: the canonical bytes of the ``Signed`` amendment, as nodes and auditors get it;
@@ -19,50 +25,44 @@ class SettingsAmended(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     amendment: bytes
     signed: bytes
-    at_ms: int
 
 
-class InviteMade(Struct, frozen=True, kw_only=True, tag=True):
+class InviteMade(OperatorAct, frozen=True, kw_only=True, tag=True):
     """An invite was signed. ``invite``: its id (16 bytes), good for ``uses`` new keys."""
 
     invite: bytes
     uses: int
     expires_at: int
     note: str
-    at_ms: int
 
 
-class InviteRevoked(Struct, frozen=True, kw_only=True, tag=True):
+class InviteRevoked(OperatorAct, frozen=True, kw_only=True, tag=True):
     """An invite lets nobody in any more; whoever came by it stays."""
 
     invite: bytes
-    at_ms: int
 
 
-class InviteUsed(Struct, frozen=True, kw_only=True, tag=True):
+class InviteUsed(OperatorAct, frozen=True, kw_only=True, tag=True):
     """A key came in by an invite, and may come again."""
 
     invite: bytes
     node: bytes
-    at_ms: int
 
 
-class NodeAllowed(Struct, frozen=True, kw_only=True, tag=True):
+class NodeAllowed(OperatorAct, frozen=True, kw_only=True, tag=True):
     """A key was put on the list of those that may join."""
 
     node: bytes
     note: str
-    at_ms: int
 
 
-class NodeDisallowed(Struct, frozen=True, kw_only=True, tag=True):
+class NodeDisallowed(OperatorAct, frozen=True, kw_only=True, tag=True):
     """A key was taken off the list: no new lease for it while the run admits by list or invite."""
 
     node: bytes
-    at_ms: int
 
 
-class AlarmRaised(Struct, frozen=True, kw_only=True, tag=True):
+class AlarmRaised(OperatorAct, frozen=True, kw_only=True, tag=True):
     """A guard saw something wrong. ``kind``: the guard's name; ``text``: what was seen, and what to do."""
 
     kind: str
@@ -70,31 +70,26 @@ class AlarmRaised(Struct, frozen=True, kw_only=True, tag=True):
     limit: float
     text: str
     version: int
-    at_ms: int
 
 
-class AlarmCleared(Struct, frozen=True, kw_only=True, tag=True):
+class AlarmCleared(OperatorAct, frozen=True, kw_only=True, tag=True):
     """What an alarm was about is over, or the operator has dealt with it."""
 
     kind: str
-    at_ms: int
 
 
-class RunPaused(Struct, frozen=True, kw_only=True, tag=True):
+class RunPaused(OperatorAct, frozen=True, kw_only=True, tag=True):
     """No new leases and no new batch until ``RunResumed``; work at hand is taken and judged."""
 
     by: Literal["operator", "guard"]
     reason: str
-    at_ms: int
 
 
-class RunResumed(Struct, frozen=True, kw_only=True, tag=True):
+class RunResumed(OperatorAct, frozen=True, kw_only=True, tag=True):
     """Work goes on."""
 
-    at_ms: int
 
-
-class RollbackOrdered(Struct, frozen=True, kw_only=True, tag=True):
+class RollbackOrdered(OperatorAct, frozen=True, kw_only=True, tag=True):
     """The next version is ``to_version`` again: its weights and its optimiser's state.
 
     Accepted work that no batch has used yet was done under a policy that is given up:
@@ -103,7 +98,6 @@ class RollbackOrdered(Struct, frozen=True, kw_only=True, tag=True):
 
     to_version: int
     reason: str
-    at_ms: int
 
 
 OperatorEvent = (

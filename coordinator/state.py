@@ -48,19 +48,7 @@ from barnraise.coordinator.events import (
     VersionPublished,
     VersionTrained,
 )
-from barnraise.coordinator.operator_events import (
-    AlarmCleared,
-    AlarmRaised,
-    InviteMade,
-    InviteRevoked,
-    InviteUsed,
-    NodeAllowed,
-    NodeDisallowed,
-    RollbackOrdered,
-    RunPaused,
-    RunResumed,
-    SettingsAmended,
-)
+from barnraise.coordinator.operator_events import OperatorAct
 from barnraise.coordinator.operator_fold import Operations, apply_operator
 from barnraise.coordinator.pool import enter_pool, leave_pool, usable_groups
 from barnraise.coordinator.state_parts import (
@@ -201,19 +189,7 @@ def apply(state: State, event: Event) -> None:
             _published(state, event)
         case BlockLeased() | BlockSubmitted() | BlockOverdue() | BlockJudged() | RoundFormed():
             apply_blocks(state, event)
-        case (
-            SettingsAmended()
-            | InviteMade()
-            | InviteRevoked()
-            | InviteUsed()
-            | NodeAllowed()
-            | NodeDisallowed()
-            | AlarmRaised()
-            | AlarmCleared()
-            | RunPaused()
-            | RunResumed()
-            | RollbackOrdered()
-        ):
+        case OperatorAct():
             apply_operator(state, event)
         case AppealFiled() if event.submission_id in state.blocks.work:
             block_fold.appealed(state, event)
