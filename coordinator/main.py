@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -80,21 +80,24 @@ def run_from_folder(
     with open_run(folder) as run, _logging(run.log_path, out):
         try:
             pressure = None if verify_all else Pressure()
-            options = (
+            serve = partial(
+                _serve,
+                run,
+                tuple(listen),
                 threads,
                 verifiers,
-                tuple(mirrors),
-                upload_copies,
-                relay_bytes_s,
-                pressure,
-                replay,
-                http,
                 spread,
-                keep,
-                guards,
-                floor,
+                http,
+                mirrors=tuple(mirrors),
+                upload_copies=upload_copies,
+                relay_bytes_s=relay_bytes_s,
+                pressure=pressure,
+                replay=replay,
+                keep=keep,
+                guards=guards,
+                floor=floor,
             )
-            trio.run(_main, run, tuple(listen), *options)
+            trio.run(_main, serve)
         except BaseExceptionGroup as group:
             error = _innermost(group)
             if isinstance(error, MalformedError):  # strangers' messages never get this far: it is our own
@@ -106,39 +109,10 @@ def run_from_folder(
     return 0
 
 
-async def _main(
-    run: Run,
-    listen: Sequence[str],
-    threads: int,
-    verifiers: int,
-    mirrors: tuple[str, ...],
-    upload_copies: float,
-    relay_bytes_s: float,
-    pressure: Pressure | None,
-    replay: bool,
-    http: Bind | None,
-    spread: Spread,
-    keep: Keep,
-    guards: GuardLimits,
-    floor: Floor | None,
-) -> None:
+async def _main(serve: Callable[[], Awaitable[None]]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            options = (
-                threads,
-                verifiers,
-                mirrors,
-                upload_copies,
-                relay_bytes_s,
-                pressure,
-                replay,
-                http,
-                spread,
-                keep,
-                guards,
-                floor,
-            )
-            nursery.start_soon(_serve, run, listen, *options)
+            nursery.start_soon(serve)
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 _end_in_any_case()
@@ -151,13 +125,14 @@ async def _serve(
     listen: Sequence[str],
     threads: int,
     verifiers: int,
+    spread: Spread,
+    http: Bind | None,
+    *,
     mirrors: tuple[str, ...],
     upload_copies: float,
     relay_bytes_s: float,
     pressure: Pressure | None,
     replay: bool,
-    http: Bind | None,
-    spread: Spread,
     keep: Keep,
     guards: GuardLimits,
     floor: Floor | None,
@@ -174,12 +149,12 @@ async def _serve(
                 network,
                 verifiers_of(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
                 ChildLearner(setup, run.path / "learner.log", spread.learner),
+                http=listeners,
                 mirrors=mirrors,
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,
                 pressure=pressure,
                 replay=replay,
-                http=listeners,
                 keep=keep,
                 guards=guards,
                 floor=floor,
