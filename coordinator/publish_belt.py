@@ -75,10 +75,10 @@ class PublishBelt:
         complete = False
         while True:
             changed, due = self.core.changed, self.core.state.unpublished
-            if scheduler.is_complete(self.core.state, self.core.settings.rollout) and not complete:
+            before, complete = complete, scheduler.is_complete(self.core.state, self.core.settings.rollout)
+            if complete and not before:
                 self.progress.learner = "complete"
                 self.hub.broadcast(run_complete(self.core))
-            complete = scheduler.is_complete(self.core.state, self.core.settings.rollout)
             if due is None:
                 await changed.wait()
                 continue

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,8 @@ class Report(Struct, kw_only=True):
     absent: list[str] = msgspec.field(default_factory=list)
 
 
-def collect(folder: Path) -> Report:
-    """Read a run folder. Bounded work: one pass over the journal.
+def collect(folder: Path, watch: Callable[[Event], None] = lambda event: None) -> Report:
+    """Read a run folder. Bounded work: one pass over the journal, whose events ``watch`` is told.
 
     Raises:
         RunFolderError: no run folder, or its journal is damaged.
@@ -146,7 +147,7 @@ def collect(folder: Path) -> Report:
         target_version=spec.rollout.versions,
     )
     if journal_begun(folder):
-        _read_journal(journal_path(folder), spec, report)
+        _read_journal(journal_path(folder), spec, report, watch)
     else:
         report.absent.append(f"the run has not begun: serve it with `barnraise coordinator run {folder}`")
     if spec.pretrain is None:
@@ -160,7 +161,7 @@ def collect(folder: Path) -> Report:
     return report
 
 
-def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
+def _read_journal(path: Path, spec: RunSpec, report: Report, watch: Callable[[Event], None]) -> None:
     state = State(max_lag=spec.rollout.max_lag)
     units: dict[bytes, Unit] = {}  # by lease
     submitted: dict[bytes, bytes] = {}  # submission -> lease
@@ -169,6 +170,7 @@ def _read_journal(path: Path, spec: RunSpec, report: Report) -> None:
         with closing(Journal(path, reading=True)) as journal:
             for event in journal.events():
                 apply(state, event)
+                watch(event)
                 _note_unit(event, state, units, submitted)
                 if isinstance(event, VersionPublished):
                     last_ms = event.at_ms

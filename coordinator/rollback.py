@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from barnraise.coordinator import checkpoints
+from barnraise.coordinator.checkpoints import Record
 from barnraise.coordinator.workers import Trained, checkpoint_folder
 from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.errors import RunFolderError
@@ -14,14 +15,19 @@ from barnraise.protocol.errors import RunFolderError
 
 def can_return(run_folder: Path, version: int) -> str:
     """Why a version cannot be taken up again; "" if it can."""
+    if _whole(run_folder, version) is not None:
+        return ""
+    there = checkpoints.complete_versions(run_folder)
+    return (
+        f"the checkpoint of version {version} is not kept any more; these are: "
+        f"{', '.join(map(str, there)) or 'none'}"
+    )
+
+
+def _whole(run_folder: Path, version: int) -> Record | None:
+    """The record of a version whose weights are there as well."""
     record = checkpoints.read_record(run_folder, version)
-    if record is None or not (checkpoint_folder(run_folder, version) / record.trained.weights).is_file():
-        there = checkpoints.complete_versions(run_folder)
-        return (
-            f"the checkpoint of version {version} is not kept any more; these are: "
-            f"{', '.join(map(str, there)) or 'none'}"
-        )
-    return ""
+    return record if record is not None and Path(record.trained.weights).is_file() else None
 
 
 def take_up_again(run_folder: Path, version: int, earlier: int) -> Trained:
@@ -35,12 +41,10 @@ def take_up_again(run_folder: Path, version: int, earlier: int) -> Trained:
     """
     made = checkpoints.read_record(run_folder, version)
     if made is None:
-        why = can_return(run_folder, earlier)
-        if why:
-            raise RunFolderError(f"cannot go back to version {earlier}: {why}")
+        known = _whole(run_folder, earlier)
+        if known is None:
+            raise RunFolderError(f"cannot go back to version {earlier}: {can_return(run_folder, earlier)}")
         source = checkpoint_folder(run_folder, earlier)
-        known = checkpoints.read_record(run_folder, earlier)
-        assert known is not None
         tensors = [path for path in sorted(source.iterdir()) if path.suffix == ".safetensors"]
         shards = source / checkpoints.SHARDS_FOLDER
         whole = (source / checkpoints.OPTIMIZER_FILE).is_file() or shards.is_dir()

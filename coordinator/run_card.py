@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from barnraise.coordinator.events import Event
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.journal_place import journal_begun, journal_path
@@ -49,18 +50,22 @@ def facts_of(folder: Path) -> Facts:
         RunFolderError, StorageError: it cannot be read.
     """
     spec, _, run_id = read_spec(folder)
-    amendments, rollbacks = [], []
-    if not journal_begun(folder):
-        return Facts(spec, run_id.hex(), collect(folder), (), (), None)
-    with closing(Journal(journal_path(folder), reading=True)) as journal:
-        for event in journal.events():
-            if isinstance(event, SettingsAmended):
-                amendments.append(event)
-            elif isinstance(event, RollbackOrdered):
-                rollbacks.append(event)
-        signed = journal.last_tree_head()
-    head = None if signed is None else open_signed(signed, TreeHead, spec.operator)
-    return Facts(spec, run_id.hex(), collect(folder), tuple(amendments), tuple(rollbacks), head)
+    amendments: list[SettingsAmended] = []
+    rollbacks: list[RollbackOrdered] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, SettingsAmended):
+            amendments.append(event)
+        elif isinstance(event, RollbackOrdered):
+            rollbacks.append(event)
+
+    head = None
+    if journal_begun(folder):
+        with closing(Journal(journal_path(folder), reading=True)) as journal:
+            signed = journal.last_tree_head()
+        head = None if signed is None else open_signed(signed, TreeHead, spec.operator)
+    report = collect(folder, note)
+    return Facts(spec, run_id.hex(), report, tuple(amendments), tuple(rollbacks), head)
 
 
 def card(facts: Facts, version: int, plots: Sequence[str] = ()) -> str:
@@ -138,12 +143,11 @@ def _settings(facts: Facts, version: int) -> list[str]:
 
 def _credits(report: Report) -> list[str]:
     lines = ["| volunteer | key | units accepted | credit, Mflop |", "| --- | --- | --- | --- |"]
-    ranked = sorted(report.members, key=lambda member: -member.credit)
-    for member in ranked[:MOST_VOLUNTEERS]:
+    for member in report.members[:MOST_VOLUNTEERS]:
         who = _plain(member.name)
         lines.append(f"| {who} | `{_code(member.node)}` | {member.accepted:,} | {member.credit:,} |")
-    if len(ranked) > MOST_VOLUNTEERS:
-        lines += ["", f"And {len(ranked) - MOST_VOLUNTEERS} more, in the ledger."]
+    if len(report.members) > MOST_VOLUNTEERS:
+        lines += ["", f"And {len(report.members) - MOST_VOLUNTEERS} more, in the ledger."]
     return [*lines, ""]
 
 

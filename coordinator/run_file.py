@@ -88,10 +88,15 @@ class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disk_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
 
 
-def _optional(name: str, kind: type[Any], without: tuple[str, ...] = ()) -> Any:
-    """A struct with the fields of ``kind`` and their bounds, each of which may be left out."""
+def fields_of(section: str, kind: type[Any]) -> dict[str, Any]:
+    """The keys of a section that is read into ``kind``, with their annotated types."""
     hints = get_type_hints(kind, include_extras=True)
-    fields = [(field, hint | UnsetType, UNSET) for field, hint in hints.items() if field not in without]
+    return {key: hint for key, hint in hints.items() if f"{section}.{key}" not in LEFT_OUT}
+
+
+def _optional(name: str, kind: type[Any]) -> Any:
+    """A struct with those fields and their bounds, each of which may be left out."""
+    fields = [(field, hint | UnsetType, UNSET) for field, hint in fields_of(name, kind).items()]
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
@@ -108,8 +113,8 @@ SIGNED: dict[str, type[Any]] = {
 OWN: dict[str, type[Any]] = {"serve": Serve, "keep": Keep, "guards": GuardLimits}
 """Sections that are read with every start."""
 
-LEFT_OUT = ("environment",)  # of [evaluation]: a section of its own, [held_out]
-PRETRAIN_LEFT_OUT = ("scaffold",)  # a file or run by its hash: --scaffold says which
+LEFT_OUT = ("evaluation.environment", "pretrain.scaffold")
+"""Fields that are no keys: a section of its own, ``held_out``; and what ``--scaffold`` names by its hash."""
 
 
 class RunFile(Struct, frozen=True, kw_only=True):
@@ -161,12 +166,9 @@ def _run_file(tables: dict[str, Any], where: str) -> RunFile:
             raise RunFileError(f"{where}: there is no section [{name}]{_near(name, known)}")
     own = {name: _read(kind, tables.get(name, {}), name, where) for name, kind in OWN.items()}
     signed = {}
-    for name, kind in SIGNED.items():
-        _read(_optional(name, kind, LEFT_OUT), _floats(kind, tables.get(name, {})), name, where)
+    for name, kind in {**SIGNED, "pretrain": _choices()}.items():
         signed[name] = _floats(kind, tables.get(name, {}))
-    choices = _choices()
-    signed["pretrain"] = _floats(choices, tables.get("pretrain", {}))
-    _read(_optional("pretrain", choices, PRETRAIN_LEFT_OUT), signed["pretrain"], "pretrain", where)
+        _read(_optional(name, kind), signed[name], name, where)
     run = _read(RunSection, tables.get("run", {}), "run", where)
     if signed["pretrain"] and run.phase != "pretrain":
         raise RunFileError(f'{where}: [pretrain] is for run.phase = "pretrain"')

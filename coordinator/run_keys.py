@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import tomlkit
 from msgspec import Meta
@@ -14,7 +14,7 @@ from tomlkit.items import Table
 
 from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.pretrain_presets import Choices
-from barnraise.coordinator.run_file import LEFT_OUT, OWN, PRETRAIN_LEFT_OUT, SIGNED, RunFile, RunSection
+from barnraise.coordinator.run_file import OWN, SIGNED, RunFile, RunSection, fields_of
 from barnraise.protocol.amendments import AMENDABLE
 from barnraise.protocol.spec import RunSpec
 
@@ -139,10 +139,8 @@ def keys() -> Iterator[tuple[str, str, Any]]:
     """(section, key, annotated type) of every key, in the file's order."""
     kinds: dict[str, Any] = {"run": RunSection, **SIGNED, "pretrain": Choices, **OWN}
     for section, kind in kinds.items():
-        left_out = PRETRAIN_LEFT_OUT if section == "pretrain" else LEFT_OUT
-        for key, hint in get_type_hints(kind, include_extras=True).items():
-            if key not in left_out:
-                yield section, key, hint
+        for key, hint in fields_of(section, kind).items():
+            yield section, key, hint
 
 
 def allowed(hint: Any) -> str:
