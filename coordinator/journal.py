@@ -26,7 +26,7 @@ import msgspec
 
 from barnraise.coordinator.events import Event, VersionPublished, decode_event, encode_event
 from barnraise.coordinator.journal_mark import mark_path, read_mark, write_mark
-from barnraise.coordinator.journal_place import POSTGRES, read_place
+from barnraise.coordinator.journal_place import POSTGRES, Place, read_place
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.journal_store import MANIFESTS_KEPT, Batch, Store, event_crc
 from barnraise.protocol import wire
@@ -78,14 +78,19 @@ def open_store(path: Path, *, reading: bool = False) -> Store:
     """
     if path.name != POSTGRES:
         return SqliteStore(path, reading=reading)
+    return open_postgres(read_place(path), reading=reading)
+
+
+def open_postgres(place: Place, *, reading: bool = False) -> Store:
+    """The database at ``place``. Raises as ``open_store``."""
     try:
         from barnraise.coordinator.journal_postgres import PostgresStore
     except ModuleNotFoundError as error:
         raise RunFolderError(
-            f"{path} names a PostgreSQL database, and {error.name} is not installed: "
+            f"the run's journal is in PostgreSQL ({place.shown}), and {error.name} is not installed: "
             "run `pip install barnraise[postgres]`"
         ) from error
-    return PostgresStore(read_place(path), reading=reading)
+    return PostgresStore(place, reading=reading)
 
 
 class Journal:

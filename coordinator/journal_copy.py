@@ -90,7 +90,7 @@ def compare(source: Store, target: Store, copied: int = 0, progress: Progress = 
                     )
                 rows += 1
                 if table == "events":
-                    digest.update(mine[0].to_bytes(8, "big") + len(mine[1]).to_bytes(4, "big") + mine[1])
+                    digest.update(_framed(mine[0], mine[1]))
                     events += 1
                 elif table == "heads":
                     newest = mine[1]
@@ -115,9 +115,14 @@ def digest_of(store: Store) -> tuple[int, bytes]:
         for seq, data, crc in _rows(store, "events"):
             if seq != events or (crc is not None and crc != event_crc(seq, data)):
                 raise RunFolderError(f"{store.place}: event {events} is missing or damaged")
-            digest.update(seq.to_bytes(8, "big") + len(data).to_bytes(4, "big") + data)
+            digest.update(_framed(seq, data))
             events += 1
     return events, digest.digest()
+
+
+def _framed(seq: int, data: bytes) -> bytes:
+    """What ``Copied.digest`` takes of an event."""
+    return seq.to_bytes(8, "big") + len(data).to_bytes(4, "big") + data
 
 
 def _follows(source: Store, target: Store, have: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from barnraise.coordinator.folder import open_run
-from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal import Journal, open_postgres
 from barnraise.coordinator.journal_copy import Copied, Progress, copy_journal, quiet
 from barnraise.coordinator.journal_place import (
     POSTGRES,
@@ -24,7 +24,6 @@ from barnraise.coordinator.journal_place import (
     write_place,
 )
 from barnraise.coordinator.journal_sqlite import SqliteStore
-from barnraise.coordinator.journal_store import Store
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 
@@ -92,14 +91,3 @@ def migrate(folder: Path, to: str, progress: Progress = quiet) -> Migrated:
             except OSError as error:
                 raise StorageError(f"cannot rename {source_path} ({error.strerror})") from error
         return Migrated(True, there, here, copied)
-
-
-def open_postgres(place: Place) -> Store:
-    """The database at ``place``, opened to write. Raises as ``journal.open_store`` does."""
-    try:
-        from barnraise.coordinator.journal_postgres import PostgresStore
-    except ModuleNotFoundError as error:
-        raise RunFolderError(
-            f"{error.name} is not installed: run `pip install barnraise[postgres]`"
-        ) from error
-    return PostgresStore(place)

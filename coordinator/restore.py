@@ -24,13 +24,12 @@ from typing import NamedTuple
 
 from barnraise.coordinator.backup import MANIFEST, Backup, check_backup, copy_file, fold_of
 from barnraise.coordinator.folder import Settings, create_run, read_spec
-from barnraise.coordinator.journal import Journal
+from barnraise.coordinator.journal import Journal, open_postgres
 from barnraise.coordinator.journal_copy import Progress, copy_journal, quiet
 from barnraise.coordinator.journal_mark import write_mark
 from barnraise.coordinator.journal_place import SQLITE, place_for, write_place
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import export_ledger
-from barnraise.coordinator.migrate import open_postgres
 from barnraise.coordinator.snapshot import Fold
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.durable import sync_folder

@@ -47,8 +47,7 @@ class PickedEngine:
         """
         if self._engine is None or self._spec != spec:
             cuda = torch.device(self.device).type == "cuda" and getattr(torch.version, "hip", None) is None
-            adapter = getattr(spec.model, "adapter", None) is not None
-            choice = choose(self._wanted, find_vllm(), cuda=cuda, adapter=adapter)
+            choice = choose(self._wanted, find_vllm(), cuda=cuda, adapter=spec.model.adapter is not None)
             self.close()
             self._spec = spec
             info = self._first(choice, spec, folder, version)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
@@ -29,6 +29,18 @@ def examples(*commands: str) -> str:
     """A help text's end: each command on a line of its own, unbroken, so that it can be copied."""
     head = "Example:" if len(commands) == 1 else "Examples:"
     return "\n".join(("\b", head, *(f"  barnraise {command}" for command in commands)))
+
+
+def rounds(every_s: float | None) -> Iterator[None]:
+    """Once, or again and again with so many seconds between, until Ctrl-C while it waits."""
+    while True:
+        yield
+        if every_s is None:
+            return
+        try:
+            time.sleep(every_s)
+        except KeyboardInterrupt:
+            return
 
 
 def console() -> Console:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import typer
 
 from barnraise.protocol.control import send_command
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
-from barnraise.tui.console import emit_json, examples, size
+from barnraise.tui.console import emit_json, examples, rounds, size
 
 if TYPE_CHECKING:
     from barnraise.coordinator.run_file import Serve
@@ -229,7 +231,7 @@ def export_store(
     from barnraise.coordinator.mirror import export_store as export
 
     told: int | None = None
-    while True:
+    for _ in rounds(every):
         done = export(folder, target, versions=versions, prune=prune)
         if told is None or done.written or done.removed or done.version != told:
             told = done.version
@@ -241,12 +243,6 @@ def export_store(
                     f"version {done.version}: {done.shards} shards, {size(done.size)}, in {target}; "
                     f"{done.written} written ({size(done.written_bytes)}){gone}"
                 )
-        if every is None:
-            return
-        try:
-            time.sleep(every)
-        except KeyboardInterrupt:
-            return
 
 
 @app.command(
@@ -300,8 +296,19 @@ def command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:
     Raises:
         BarnraiseError: it refused, with its words; or none serves the folder.
     """
+    with answering(folder) as socket:
+        return send_command(socket, name, **arguments)
+
+
+@contextmanager
+def answering(folder: Path) -> Iterator[Path]:
+    """The control socket of the coordinator that serves ``folder``, for asking it something.
+
+    Raises:
+        BarnraiseError: none answers.
+    """
     try:
-        return send_command(folder / "control.sock", name, **arguments)
+        yield folder / "control.sock"
     except (PeerError, OSError) as error:
         raise BarnraiseError(
             f"no coordinator answers in {folder} ({error}); "

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from barnraise.protocol.control import read_state
-from barnraise.protocol.errors import BarnraiseError, PeerError
+from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import emit_json, examples
-from barnraise.tui.coordinate import command, seconds_of
+from barnraise.tui.coordinate import answering, command, seconds_of
 from barnraise.tui.status import status
 
 FOLDER = typer.Argument(..., metavar="DIR", help="The folder of a run that is being served.")
@@ -131,13 +131,8 @@ def _say(reply: dict[str, Any], as_json: bool) -> None:
 
 
 def _state(folder: Path) -> State:
-    try:
-        return read_state(folder / "control.sock")
-    except (PeerError, OSError) as error:
-        raise BarnraiseError(
-            f"no coordinator answers in {folder} ({error}); "
-            f"start it with 'barnraise coordinator run {folder}'"
-        ) from error
+    with answering(folder) as socket:
+        return read_state(socket)
 
 
 def _wait_drained(folder: Path, until: float, as_json: bool) -> int:

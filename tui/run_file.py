@@ -12,6 +12,7 @@ from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import duration, emit_json, examples, size
 
 if TYPE_CHECKING:
+    from barnraise.coordinator.folder import Settings
     from barnraise.coordinator.run_estimate import Estimate, Swarm
     from barnraise.coordinator.run_file import RunFile, RunSection
 
@@ -54,7 +55,7 @@ def keep_file(folder: Path, loaded: RunFile, run: RunSection, pretrain: dict[str
     (folder / RUN_FILE).write_text(write_run_file(file, read_spec(folder)[0]), encoding="utf-8")
 
 
-def preset(model: str) -> Any:
+def preset(model: str) -> Settings:
     """The settings to start from for a model."""
     from barnraise.coordinator import presets
 

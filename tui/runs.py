@@ -20,7 +20,15 @@ from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
 from barnraise.tui.export_model import CARD_EXAMPLES, export_model, run_card
 from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
-from barnraise.tui.run_file import CHECK_EXAMPLES, TEMPLATE_EXAMPLES, check, given, keep_file, template
+from barnraise.tui.run_file import (
+    CHECK_EXAMPLES,
+    TEMPLATE_EXAMPLES,
+    check,
+    given,
+    keep_file,
+    preset,
+    template,
+)
 from barnraise.tui.run_filter import EXAMPLES as FILTER_EXAMPLES
 from barnraise.tui.run_filter import filter_tasks
 
@@ -352,7 +360,7 @@ def init(
     _one_of(phase, "--phase", "posttrain", "pretrain")
     if corpus is not None or scaffold is not None or then_posttrain is not None or _given(pretraining):
         raise typer.BadParameter("corpus, blocks and schedule are for --phase pretrain", param_hint="--phase")
-    settings = change(_preset(model))
+    settings = change(preset(model))
     # a built-in's name wins over a folder that is called so ('./demo' names the folder)
     if model not in BUILT_IN and Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise typer.BadParameter(f"{model} holds no config.json, so no model", param_hint="--model")
@@ -442,12 +450,6 @@ def _one_of(value: str, option: str, *known: str) -> str:
     if value not in known:
         raise typer.BadParameter(f"'{value}' is none of {', '.join(known)}", param_hint=option)
     return value
-
-
-def _preset(model: str) -> Settings:
-    from barnraise.coordinator import presets
-
-    return {"demo": presets.demo, "smollm2": presets.smollm2}.get(model, presets.generic)()
 
 
 def _described(settings: Settings) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from barnraise.coordinator.journal_copy import Progress
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.log_messages import CHECKPOINT
 from barnraise.protocol.notes import MAX_NOTE
-from barnraise.tui.console import emit_json, examples, size
+from barnraise.tui.console import emit_json, examples, rounds, size
+
+if TYPE_CHECKING:
+    from barnraise.coordinator.journal_copy import Progress
 
 FOLDER = typer.Argument(..., metavar="DIR", help="A run folder.")
 JSON = typer.Option(False, "--json", help="One JSON object.")
@@ -159,7 +162,7 @@ def export_versions(
     from barnraise.coordinator.objects import ObjectStore, keep_versions
 
     store = ObjectStore(url)
-    while True:
+    for _ in rounds(every):
         try:
             done = keep_versions(store, folder, newest, also)
         except BarnraiseError as error:
@@ -173,12 +176,6 @@ def export_versions(
                 typer.echo(
                     f"{store.shown}: versions {done.there}; copied {done.copied}, removed {done.removed}"
                 )
-        if every is None:
-            return
-        try:
-            time.sleep(every)
-        except KeyboardInterrupt:
-            return
 
 
 def fetch_version(
