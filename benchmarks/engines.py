@@ -37,9 +37,7 @@ import psutil
 import torch
 
 from barnraise.coordinator import presets
-from barnraise.coordinator.checks import default_verify_spec
-from barnraise.coordinator.folder import Settings, create_run, open_run
-from barnraise.coordinator.model_source import prepare_model
+from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.verifier import Judge
 from barnraise.coordinator.workers import VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.generate import generate
@@ -48,11 +46,10 @@ from barnraise.node.engine_choice import find_vllm
 from barnraise.node.picked_engine import RolloutEngine
 from barnraise.node.torch_engine import Generator
 from barnraise.node.unit_rollouts import draw_tasks
-from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import RolloutLease, RolloutSubmission
-from barnraise.protocol.spec import EnvironmentSpec, RunSpec
+from barnraise.protocol.spec import EnvironmentSpec
 from barnraise.protocol.wire import encode
-from benchmarks.proof_models import VOCABULARY, model_folder
+from benchmarks.proof_models import VOCABULARY, benchmark_run, model_folder
 
 MODELS = ("llama", "qwen3", "gemma3", "smollm2")
 PARTS = ("agreement", "speed")
@@ -69,22 +66,8 @@ class Unit:
         if model != "smollm2":
             _write_tokenizer(source)
         settings = _settings(model, dtype, prompts, group, tokens)
-        prepare_model(source, scratch / "start", settings.weights_dtype, settings.environment)
-        create_run(
-            scratch / "run",
-            scratch / "start",
-            settings,
-            default_verify_spec(settings.compute_dtype),
-            name="benchmark",
-            description="",
-            model_name=model,
-            seed=0,
-            now_ms=1_000,
-            identity=Identity.from_private_bytes(b"o" * 32),
-        )
-        with open_run(scratch / "run") as run:
-            self.spec: RunSpec = run.spec
-            self.run_id = run.run_id
+        run = benchmark_run(source, model, settings, scratch)
+        self.spec, self.run_id = run.spec, run.run_id
         self.folder = checkpoint_folder(scratch / "run", 0)
         self._setup = WorkerSetup(spec=self.spec, run_id=self.run_id, folder=str(scratch / "run"), threads=1)
         self._judge: Judge | None = None

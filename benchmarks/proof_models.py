@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from barnraise.coordinator.checks import default_verify_spec
+from barnraise.coordinator.folder import Run, Settings, create_run, open_run
+from barnraise.coordinator.model_source import prepare_model
 from barnraise.kernels.demo_model import create_demo_model
 from barnraise.kernels.models import Policy, load_policy, save_weights
 from barnraise.kernels.prefill import prefill
 from barnraise.kernels.smollm2 import prepare_smollm2
+from barnraise.protocol.identity import Identity
 
 RANDOM_FAMILIES = ("llama", "qwen3", "gemma3")
 WIDTH, VOCABULARY = 192, 512
@@ -32,6 +36,25 @@ def model_folder(name: str, scratch: Path) -> Path:
     else:
         _random_model(name, folder)
     return folder
+
+
+def benchmark_run(source: Path, model: str, settings: Settings, scratch: Path) -> Run:
+    """A run folder ``scratch``/run around the model in ``source``; always with the same key and time."""
+    prepare_model(source, scratch / "start", settings.weights_dtype, settings.environment)
+    create_run(
+        scratch / "run",
+        scratch / "start",
+        settings,
+        default_verify_spec(settings.compute_dtype),
+        name="benchmark",
+        description="",
+        model_name=model,
+        seed=0,
+        now_ms=1_000,
+        identity=Identity.from_private_bytes(b"o" * 32),
+    )
+    with open_run(scratch / "run") as run:
+        return run
 
 
 def _random_model(family: str, folder: Path) -> None:

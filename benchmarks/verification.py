@@ -35,19 +35,17 @@ from torch import Tensor
 
 from barnraise.coordinator import presets
 from barnraise.coordinator.checks import default_verify_spec
-from barnraise.coordinator.folder import Settings, create_run, open_run
-from barnraise.coordinator.model_source import prepare_model
+from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.verifier import Judge
 from barnraise.coordinator.workers import VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.toploc import build_proofs, chunk_points
 from barnraise.node import torch_engine
 from barnraise.node.engine import Work
 from barnraise.node.torch_engine import Generator
-from barnraise.protocol.identity import Identity
 from barnraise.protocol.messages import RolloutLease, RolloutSubmission
 from barnraise.protocol.spec import Dtype, RunSpec
 from barnraise.protocol.wire import encode
-from benchmarks.proof_models import model_folder
+from benchmarks.proof_models import benchmark_run, model_folder
 
 PARTS = ("speed", "honest-demo", "honest-smollm2", "attacks", "attacks-smollm2")
 NODE = bytes([9]) * 32
@@ -73,23 +71,8 @@ class Bench:
     def __init__(self, model: str, settings: Settings, scratch: Path) -> None:
         scratch.mkdir(parents=True)
         source = model_folder(model, scratch)
-        prepare_model(source, scratch / "start", settings.weights_dtype, settings.environment)
-        operator = Identity.from_private_bytes(b"o" * 32)
-        create_run(
-            scratch / "run",
-            scratch / "start",
-            settings,
-            default_verify_spec(settings.compute_dtype),
-            name="benchmark",
-            description="",
-            model_name=model,
-            seed=0,
-            now_ms=1_000,
-            identity=operator,
-        )
-        self.folder = scratch / "run"
-        with open_run(self.folder) as run:
-            self.spec, self.run_id = run.spec, run.run_id
+        run = benchmark_run(source, model, settings, scratch)
+        self.folder, self.spec, self.run_id = run.path, run.spec, run.run_id
         self._engines: dict[str, Generator] = {}
         self._judges: dict[str, Judge] = {}
         self._leases = 0
