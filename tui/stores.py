@@ -133,9 +133,9 @@ def restore(
         typer.echo(f"it goes on as run {made.run_id[:16]} from version {made.version}")
         return
     typer.echo(f"run {done.run_id.hex()[:16]} continues {made.run_id[:16]} from version {made.version}")
-    lost = f"at least {done.missing} ledger entries" if done.missing else "whatever"
+    lost = f"at least {done.missing} ledger entries that" if done.missing else "whatever"
     typer.echo(
-        f"lost: {lost} that came after the backup. Credit until then stands in "
+        f"lost: {lost} came after the backup. Credit until then stands in "
         f"{folder / 'before/ledger.bin'}; nodes join anew"
     )
 
