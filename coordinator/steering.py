@@ -45,7 +45,8 @@ async def resume(core: Core, args: dict[str, Any]) -> dict[str, Any]:
 async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[str, Any]:
     """Command ``rollback``: ``version``, ``reason``. The next version is that one again.
 
-    A rollback to the same version that is under way is answered as the one before was.
+    Asked for the same again, while it is under way or before another version was made, it answers
+    as it did and does nothing.
     Alarms about training end with it; a pause does not.
 
     Raises:
@@ -58,6 +59,8 @@ async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[
     ordered = state.operations.rollback
     if ordered is not None and ordered.to_version == version:
         return {"to": version, "version": state.made + 1}
+    if state.operations.given_up[-1:] == [(version + 1, state.made - 1)]:
+        return {"to": version, "version": state.made}
     if core.spec.pretrain is not None:
         raise RefusedError("not-now", "runs that pretrain by blocks cannot be rolled back")
     if not 0 <= version < state.head:

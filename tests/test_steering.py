@@ -122,6 +122,9 @@ async def test_a_rollback_is_a_new_version_with_the_old_weights_and_the_run_lear
         assert (await roll_back(core, folder, {"version": back, "reason": "bad batch"}))["to"] == back
         await until(core, lambda state: state.head == last + 1)
         assert weights(folder, last + 1) == weights(folder, back)
+        again = await roll_back(core, folder, {"version": back, "reason": "bad batch"})
+        assert again == {"to": back, "version": last + 1}
+        assert core.state.operations.rollbacks == 1
         await resume(core, {})
         await until(core, lambda state: state.head >= last + 3)
         used = [item for item in core.state.submissions.values() if item.status in ("used", "training")]
