@@ -8,7 +8,8 @@
 
 The order makes it consistent: what was published (``log``) is copied before the journal, which
 then knows at least as much; versions before and after it, so that the newest that the journal
-speaks of is there whole. What a restart derives again (snapshots, the web page's index) is not.
+speaks of is there whole. Kept rollouts come after it: what it has dropped is in them. What a restart
+derives again (snapshots, the web page's index) is not there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from barnraise.coordinator.journal_copy import Progress, copy_journal, digest_of
 from barnraise.coordinator.journal_place import SQLITE, journal_begun, journal_path
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import advance
+from barnraise.coordinator.rollout_files import ROLLOUTS, parts_of
 from barnraise.coordinator.snapshot import SNAPSHOTS, Fold, Snapshots
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.durable import replace_file, sync_folder
@@ -107,6 +109,7 @@ def back_up(folder: Path, target: Path, now_ms: int, progress: Progress = quiet)
             trained = fold.state.made
             if not (checkpoint_folder(part, max(0, trained))).is_dir():
                 raise RunFolderError(f"{folder} lacks version {trained}, which its journal speaks of")
+            _copy_rollouts(folder, part)
             files = {str(path.relative_to(part)): _described(path) for path in sorted(_all_files(part))}
             made = Backup(
                 run_id=run_id.hex(),
@@ -213,7 +216,7 @@ def _copy_files(folder: Path, part: Path, progress: Progress) -> None:
     done = 0
     for path in _all_files(folder):
         name = path.relative_to(folder)
-        if name.parts[0].startswith(_LEFT_OUT) or name.parts[0] == "checkpoints" or path == first:
+        if name.parts[0].startswith(_LEFT_OUT) or name.parts[0] in ("checkpoints", ROLLOUTS) or path == first:
             continue
         with suppress(FileNotFoundError):  # a tile that became whole meanwhile: a start writes it again
             copy_file(path, part / name)
@@ -225,6 +228,12 @@ def _copy_versions(folder: Path, part: Path, progress: Progress) -> None:
     for place in sorted((folder / "checkpoints").iterdir()):
         target = part / "checkpoints" / place.name
         if not place.is_dir() or place.name.startswith(TEMPORARY) or target.is_dir():
+def _copy_rollouts(folder: Path, part: Path) -> None:
+    for kept in parts_of(folder):
+        with suppress(FileNotFoundError):  # the oldest go when the budget is used up
+            copy_file(kept.path, part / ROLLOUTS / kept.path.name)
+
+
             continue
         temporary = target.with_name(f"{TEMPORARY}{target.name}")
         try:

@@ -11,11 +11,12 @@
     RUN/snapshots/       what a start need not replay (``barnraise.coordinator.snapshot``); may be deleted
     RUN/checkpoints/     v000000/ (config, tokenizer, weights), v000001/ ...
     RUN/store/           shards that lie in no checkpoint
+    RUN/rollouts/        with [keep] rollouts: what was drawn (``barnraise.coordinator.rollout_files``)
     RUN/corpus/          with phase "pretrain": the text, in token shards
     RUN/pretrain.jsonl, RUN/units.jsonl     what ``barnraise report`` reads beside the journal
     RUN/scaffold.safetensors    an earlier run's scaffold, where the run takes one
     RUN/control.sock     while a coordinator runs; RUN/lock keeps a second one out
-    RUN/coordinator.log
+    RUN/coordinator.log, RUN/units.log, RUN/verifier.log, RUN/learner.log    bounded; 'coordinator logs'
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class Run:
     @property
     def log_path(self) -> Path:
         return self.path / "coordinator.log"
+
+    @property
+    def units_log_path(self) -> Path:
+        return self.path / "units.log"
 
 
 def create_run(

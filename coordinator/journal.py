@@ -184,6 +184,12 @@ class Journal:
         events = (decode_event(data) for data in self.store.versions(before, limit))
         return [event for event in events if isinstance(event, VersionPublished)]
 
+    def published_at(self, version: int) -> int:
+        """The number of the event that published ``version``; 0 where that is not known."""
+        with self.store.frozen():
+            rows = self.store.page("versions", version - 1, 1)
+        return int(rows[0][1]) if rows and rows[0][0] == version else 0
+
     def event_hash(self, seq: int) -> bytes | None:
         """SHA-256 of the stored bytes of event ``seq``; None: there is no such event."""
         rows = self.store.events(seq, seq + 1, 1)

@@ -14,6 +14,7 @@ class Progress:
     learner_share: float = -1.0  # of a long job; -1: none is under way
     publishing: int | None = None  # the version being hashed, patched and signed
     publisher_trouble: str = ""
+    rollouts_trouble: str = ""  # why they are not kept
     verifying: int = 0
     verifiers: int = 1
     verifiers_busy: int = 0

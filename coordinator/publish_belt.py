@@ -31,6 +31,8 @@ from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.retention import kept_whole
 from barnraise.coordinator.rollback import take_up_again
+from barnraise.coordinator.rollout_files import keep_rollouts
+from barnraise.coordinator.rollout_table import need_pyarrow
 from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.sessions import run_complete
 from barnraise.coordinator.state import SETTLED, State, Unpublished
@@ -68,6 +70,11 @@ class PublishBelt:
     origin: Origin | None = None
     opens: bool = True
     keep: Keep = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        """Raises RunFolderError where rollouts are to be kept and cannot be."""
+        if self.keep.rollouts != "off":
+            need_pyarrow()
 
     async def run(self) -> None:
         """Publish for ever. Call ``serve_head`` first."""
@@ -208,6 +215,8 @@ class PublishBelt:
         if settled:
             if core.spec.pretrain is not None:
                 await core.offload(lambda: keep_notes(core.journal, self.run_folder, settled))
+            settled = await self._keep_rollouts(settled)
+        if settled:
             await core.record([], drop_payloads=settled)
         head = state.head
         if core.spec.pretrain is not None:
@@ -221,6 +230,22 @@ class PublishBelt:
         await core.offload(lambda: publisher.slim(self.run_folder, head, spared))
         if gone:
             log.debug("checkpoints deleted: %s", ", ".join(map(str, gone)))
+
+    async def _keep_rollouts(self, settled: list[bytes]) -> list[bytes]:
+        """Keep what the operator wants kept of submissions; which of their payloads may go now."""
+        if self.keep.rollouts == "off":
+            return settled
+        core, amendments = self.core, list(self.core.state.operations.amendments)
+        kept = await core.offload(
+            lambda: keep_rollouts(
+                core.journal, self.run_folder, core.spec, core.run_id, self.keep, settled, amendments
+            )
+        )
+        self.progress.rollouts_trouble = kept.trouble
+        if kept.trouble:
+            log.error("%s", kept.trouble)
+        # It took a while: an appeal may have come in meanwhile, and needs its payload.
+        return [key for key in kept.dropped if _is_settled(self.core.state, key)]
 
 
 def _is_settled(state: State, submission_id: bytes) -> bool:

@@ -81,7 +81,7 @@ class Serve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stays on the disk for a rollback, beyond what the run itself needs."""
+    """What stays on the disk beyond what the run itself needs: for a rollback, and of the rollouts."""
 
     every: Annotated[int, Meta(ge=0, le=65_536)] = 25
     most: Annotated[int, Meta(ge=0, le=65_536)] = 8
@@ -90,6 +90,9 @@ class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def fields_of(section: str, kind: type[Any]) -> dict[str, Any]:
     """The keys of a section that is read into ``kind``, with their annotated types."""
+    rollouts: Literal["off", "accepted", "all"] = "off"
+    rollouts_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 10.0
+    rollout_proofs: bool = False
     hints = get_type_hints(kind, include_extras=True)
     return {key: hint for key, hint in hints.items() if f"{section}.{key}" not in LEFT_OUT}
 

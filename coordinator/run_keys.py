@@ -28,7 +28,7 @@ SECTIONS: dict[str, str] = {
     "held_out": "Whose held-out tasks, where not the run's own. Signed when the run is made.",
     "pretrain": 'How blocks are trained, with phase = "pretrain" alone. Signed when the run is made.',
     "serve": "How this coordinator is started. Read with every start; the command line comes first.",
-    "keep": "What stays on the disk for a rollback. Read with every start.",
+    "keep": "What stays on the disk: for a rollback, and of the rollouts. Read with every start.",
     "guards": "When an alarm is raised, and whether it pauses the run. Read with every start.",
 }
 
@@ -120,6 +120,9 @@ TEXTS: dict[str, str] = {
     "guards.pause": "whether guards of the grave kinds pause the run",
     "guards.recent": "versions that are compared ...",
     "guards.past": "... with so many before them",
+    "keep.rollouts": "keep what was drawn, as Parquet: accepted work alone, or all (needs pyarrow)",
+    "keep.rollouts_gb": "GB that it may take; the oldest versions go first; 0: no limit",
+    "keep.rollout_proofs": "with its TOPLOC proofs, 8 bytes a token: then digests can be made again",
     "guards.reward_share": "reward-collapse: below this share of the past's best level",
     "guards.accuracy_share": "held-out-collapse: below this share of the best",
     "guards.entropy_low": "entropy-collapse: below this share of the past's median",

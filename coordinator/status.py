@@ -138,6 +138,8 @@ def _reason(core: Core, progress: Progress) -> str:
     if progress.verifier_trouble:
         return f"verifier: {progress.verifier_trouble}"
     if progress.learner == "collecting" and in_blocks(core.state, core.spec.pretrain):
+    if progress.rollouts_trouble:
+        return progress.rollouts_trouble
         return round_in_words(core)
     if progress.learner == "collecting":
         spec = core.settings.rollout
