@@ -339,12 +339,18 @@ class PostgresStore:
         rows = self._all(sa.select(manifests.c.data).where(manifests.c.version == version))
         return bytes(rows[0][0]) if rows else None
 
-    def heads(self, newest: bool) -> list[bytes]:
+    def heads(self, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Tree heads."""
         heads = self._tables.all["heads"]
-        query = sa.select(heads.c.data)
-        query = query.order_by(heads.c.size.desc()).limit(1) if newest else query.order_by(heads.c.size)
-        return [bytes(row[0]) for row in self._all(query)]
+        query = sa.select(heads.c.size, heads.c.data).where(heads.c.size > after)
+        rows = self._all(query.order_by(heads.c.size).limit(limit))
+        return [(row[0], bytes(row[1])) for row in rows]
+
+    def last_head(self) -> bytes | None:
+        """The largest tree head."""
+        heads = self._tables.all["heads"]
+        rows = self._all(sa.select(heads.c.data).order_by(heads.c.size.desc()).limit(1))
+        return bytes(rows[0][0]) if rows else None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

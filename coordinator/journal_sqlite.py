@@ -144,10 +144,15 @@ class SqliteStore:
         rows = self._all("SELECT data FROM manifests WHERE version = ?", (version,))
         return rows[0][0] if rows else None
 
-    def heads(self, newest: bool) -> list[bytes]:
+    def heads(self, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Tree heads."""
-        order = "DESC LIMIT 1" if newest else ""
-        return [row[0] for row in self._all(f"SELECT data FROM heads ORDER BY size {order}")]
+        statement = "SELECT size, data FROM heads WHERE size > ? ORDER BY size LIMIT ?"
+        return self._all(statement, (after, limit))
+
+    def last_head(self) -> bytes | None:
+        """The largest tree head."""
+        rows = self._all("SELECT data FROM heads ORDER BY size DESC LIMIT 1")
+        return rows[0][0] if rows else None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

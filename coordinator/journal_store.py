@@ -93,8 +93,11 @@ class Store(Protocol):
     def manifest(self, version: int) -> bytes | None:
         """A manifest, as it was stored."""
 
-    def heads(self, newest: bool) -> list[bytes]:
-        """Tree heads by size, or the largest alone."""
+    def heads(self, after: int, limit: int) -> list[tuple[int, bytes]]:
+        """Size and bytes of tree heads of more than ``after`` entries, smallest first, ``limit`` at most."""
+
+    def last_head(self) -> bytes | None:
+        """The largest tree head."""
 
     def frozen(self) -> AbstractContextManager[None]:
         """While it lasts, ``page`` (in this thread alone) sees one moment of the database."""

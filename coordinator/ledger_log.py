@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import assert_never
+from tempfile import TemporaryFile
+from typing import IO, assert_never
 
 from barnraise.coordinator.block_events import (
     BlockJudged,
@@ -47,6 +48,7 @@ from barnraise.coordinator.operator_events import OperatorAct, RollbackOrdered, 
 from barnraise.coordinator.state import EventError, State, apply
 from barnraise.protocol import ledger
 from barnraise.protocol.envelope import sign
+from barnraise.protocol.errors import StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.ledger import LedgerEntry, encode_entry
 from barnraise.protocol.ledger_file import write_ledger
@@ -54,6 +56,8 @@ from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Receipt, Signed, TreeHead, Verdict
 from barnraise.protocol.runid import run_id
 from barnraise.protocol.standing import CLAWED_BACK, RESTORED
+
+_FORGET_EVERY = 65_536  # entries
 
 
 def entry_of(state: State, event: Event) -> ledger.LedgerEntry | None:
@@ -291,18 +295,44 @@ def export_ledger(
 ) -> None:
     """Write what is durable as a ledger file, under a tree head signed now that covers all of it.
 
-    Blocking; safe beside a running coordinator, whose journal may grow meanwhile.
+    Blocking; safe beside a running coordinator, whose journal may grow meanwhile. The state and the
+    ids of trained work are in memory, entries are not: beside ``target`` there must be room for them twice.
 
     Raises:
         StorageError: the disk refused.
         RunFolderError: the journal is damaged.
     """
-    heads = journal.tree_heads()  # before the entries: none may cover more than is written
+    run, uses = run_id(signed_spec), UseNotes()
+    # A reader wants heads and uses first, which are known last: the entries wait in a file, not in memory.
+    try:
+        with TemporaryFile(dir=target.parent) as waiting:
+
+            def heads() -> Iterator[Signed]:
+                yield from journal.tree_heads()  # before the entries: none may cover more than is written
+                log = _spooled(entries_of(uses.watch(journal.events()), max_lag), waiting)
+                yield sign(TreeHead(run_id=run, size=len(log), root=log.root(), issued_at=now_ms), identity)
+
+            write_ledger(target, signed_spec, heads(), _unspooled(waiting), uses.signed(run, identity))
+    except OSError as error:
+        raise StorageError(f"cannot write the ledger to {target} ({error.strerror})") from None
+
+
+def _spooled(entries: Iterable[LedgerEntry], file: IO[bytes]) -> MerkleLog:
+    """The log over ``entries``, whose bytes are appended to ``file``; it answers for its own size alone."""
     log = MerkleLog()
-    uses = UseNotes()
-    entries = list(entries_of(uses.watch(journal.events()), max_lag))
     for entry in entries:
-        log.append(encode_entry(entry))
-    run = run_id(signed_spec)
-    newest = TreeHead(run_id=run, size=len(log), root=log.root(), issued_at=now_ms)
-    write_ledger(target, signed_spec, [*heads, sign(newest, identity)], entries, uses.signed(run, identity))
+        data = encode_entry(entry)
+        file.write(len(data).to_bytes(4, "big") + data)
+        if not (log.append(data) + 1) % _FORGET_EVERY:
+            log.forget(len(log), _forgotten)
+    return log
+
+
+def _unspooled(file: IO[bytes]) -> Iterator[bytes]:
+    file.seek(0)
+    while length := file.read(4):
+        yield file.read(int.from_bytes(length, "big"))
+
+
+def _forgotten(level: int, index: int) -> bytes:
+    raise IndexError(f"subtree {index} at level {level} was forgotten")

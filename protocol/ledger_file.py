@@ -56,11 +56,13 @@ class LedgerFile:
 def write_ledger(
     path: Path,
     run_spec: Signed,
-    heads: Sequence[Signed],
-    entries: Iterable[LedgerEntry],
+    heads: Iterable[Signed],
+    entries: Iterable[LedgerEntry | bytes],
     uses: Iterable[Signed] = (),
 ) -> None:
-    """Write a ledger file atomically.
+    """Write a ledger file atomically: ``heads`` are taken first, then ``uses``, then ``entries``.
+
+    ``entries``: as they are, or as ``encode_entry`` has them.
 
     Raises:
         StorageError: the disk refused.
@@ -76,7 +78,8 @@ def write_ledger(
                 for use in uses:
                     file.write(_record(_USE, wire.encode(use)))
                 for entry in entries:
-                    file.write(_record(_ENTRY, encode_entry(entry)))
+                    data = entry if isinstance(entry, bytes) else encode_entry(entry)
+                    file.write(_record(_ENTRY, data))
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

@@ -318,6 +318,16 @@ def test_a_journal_opened_for_reading_sees_what_is_durable_and_writes_nothing(pa
     journal.close()
 
 
+def test_tree_heads_come_in_order_and_a_few_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("barnraise.coordinator.journal._AT_ONCE", 3)
+    journal = Journal(path)
+    assert (list(journal.tree_heads()), journal.last_tree_head()) == ([], None)
+    journal.commit([Write(tree_head=(size, signed(b"%d" % size))) for size in (300, 2, 9, 40, 0, 7, 12)])
+    assert list(journal.tree_heads()) == [signed(b"%d" % size) for size in (0, 2, 7, 9, 12, 40, 300)]
+    assert journal.last_tree_head() == signed(b"300")
+    journal.close()
+
+
 def test_of_what_one_group_stores_and_drops_the_last_word_counts(path: Path) -> None:
     journal = Journal(path)
     one, two = b"1" * 32, b"2" * 32
@@ -327,5 +337,5 @@ def test_of_what_one_group_stores_and_drops_the_last_word_counts(path: Path) -> 
     journal.commit([Write(manifest=(3, signed()), tree_head=(5, signed(b"a")))])
     journal.commit([Write(manifest=(3, signed(b"again")), tree_head=(5, signed(b"b")))])
     assert (journal.manifest(3), journal.last_tree_head()) == (signed(b"again"), signed(b"b"))
-    assert journal.tree_heads() == [signed(b"b")]
+    assert list(journal.tree_heads()) == [signed(b"b")]
     journal.close()
