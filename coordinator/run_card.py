@@ -81,10 +81,10 @@ def card(facts: Facts, version: int, plots: Sequence[str] = ()) -> str:
         "tags: [barnraise, grpo, decentralised-training]",
         "---",
         "",
-        f"# {_plain(spec.name)}, version {version}",
+        f"# {plain(spec.name)}, version {version}",
         "",
-        *([_plain(spec.description), ""] if spec.description else []),
-        f"Raised by {count} volunteer{'' if count == 1 else 's'} with Barnraise from {_plain(base)} "
+        *([plain(spec.description), ""] if spec.description else []),
+        f"Raised by {count} volunteer{'' if count == 1 else 's'} with Barnraise from {plain(base)} "
         f"({spec.model.parameters:,} parameters), by "
         + ("Mixture of Training, then rewards." if spec.phase == "pretrain" else "rewards (GRPO)."),
         "",
@@ -94,7 +94,7 @@ def card(facts: Facts, version: int, plots: Sequence[str] = ()) -> str:
         *(line for name in plots for line in (f"![{name.rpartition('.')[0]}]({name})", "")),
         "## Data and task",
         "",
-        f"Environment `{_code(spec.environment.name)}`, settings `{_code(spec.environment.settings)}`; "
+        f"Environment `{code(spec.environment.name)}`, settings `{code(spec.environment.settings)}`; "
         f"{spec.rollout.group_size} completions a prompt, up to {spec.sampling.max_new_tokens} tokens, "
         f"temperature {spec.sampling.temperature:g}. Rewards were computed by the coordinator alone; every "
         "rollout carried TOPLOC proofs and seeded draws.",
@@ -132,20 +132,20 @@ def _settings(facts: Facts, version: int) -> list[str]:
         "",
     ]
     for event in facts.amendments:
-        told = ", ".join(f"`{_code(key)}` = `{_code(value)}`" for key, value in event.changes.items())
+        told = ", ".join(f"`{code(key)}` = `{code(value)}`" for key, value in event.changes.items())
         moment = shown_moment(event.at_ms, "seconds")
-        lines.append(f"- {moment}: amended {told} ({_plain(event.reason)})")
+        lines.append(f"- {moment}: amended {told} ({plain(event.reason)})")
     for order in facts.rollbacks:
         moment = shown_moment(order.at_ms, "seconds")
-        lines.append(f"- {moment}: rolled back to version {order.to_version} ({_plain(order.reason)})")
+        lines.append(f"- {moment}: rolled back to version {order.to_version} ({plain(order.reason)})")
     return [*lines, ""] if lines[-1] else lines
 
 
 def _credits(report: Report) -> list[str]:
     lines = ["| volunteer | key | units accepted | credit, Mflop |", "| --- | --- | --- | --- |"]
     for member in report.members[:MOST_VOLUNTEERS]:
-        who = _plain(member.name)
-        lines.append(f"| {who} | `{_code(member.node)}` | {member.accepted:,} | {member.credit:,} |")
+        who = plain(member.name)
+        lines.append(f"| {who} | `{code(member.node)}` | {member.accepted:,} | {member.credit:,} |")
     if len(report.members) > MOST_VOLUNTEERS:
         lines += ["", f"And {len(report.members) - MOST_VOLUNTEERS} more, in the ledger."]
     return [*lines, ""]
@@ -162,13 +162,13 @@ def _ledger(facts: Facts) -> list[str]:
     return lines
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Somebody's words as text in Markdown and HTML, in one line."""
     safe = printable(text, 500).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]()#+!|~" else letter for letter in safe)
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """The same between backticks, also within a table."""
     return printable(text, 500).replace("`", "'").replace("|", "/")
 

@@ -20,6 +20,8 @@ from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
 from barnraise.tui.export_model import CARD_EXAMPLES, export_model, run_card
 from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
+from barnraise.tui.export_rollouts import EXAMPLES as ROLLOUT_EXAMPLES
+from barnraise.tui.export_rollouts import export_rollouts
 from barnraise.tui.run_file import (
     CHECK_EXAMPLES,
     TEMPLATE_EXAMPLES,
@@ -59,6 +61,9 @@ app.command("filter", short_help="Keep tasks of use, as a swarm measured them.",
 app.command(
     "export-model", short_help="Write a version as a model folder, adapters merged.", epilog=EXPORT_EXAMPLES
 )(export_model)
+app.command(
+    "export-rollouts", short_help="Write what volunteers drew as a dataset.", epilog=ROLLOUT_EXAMPLES
+)(export_rollouts)
 app.command("card", short_help="Write the run's card: data, curves, credits.", epilog=CARD_EXAMPLES)(run_card)
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
