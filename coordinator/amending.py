@@ -66,7 +66,7 @@ def check_together(core: Core, changes: dict[str, str]) -> None:
             "change both"
         )
     begun = core.state.made + (core.state.batch is not None)
-    if rollout.versions < begun:
+    if "rollout.versions" in changes and rollout.versions < begun:
         raise AmendmentError(
             f"rollout.versions {rollout.versions} is below version {begun}, which is made or being made"
         )

@@ -32,7 +32,7 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BatchFormed, VersionTrained
 from barnraise.coordinator.operator_events import RollbackOrdered
 from barnraise.coordinator.progress import Progress
-from barnraise.coordinator.rollback import take_up_again
+from barnraise.coordinator.rollback import published_as, take_up_again
 from barnraise.coordinator.workers import BatchPart, Learner, Trained, TrainJob
 from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, ChildError, RunFolderError
@@ -63,7 +63,8 @@ class LearnBelt:
         pause = FIRST_RETRY_S
         while True:
             changed = self.core.changed
-            if self.core.state.made >= self.core.settings.rollout.versions:
+            state, last = self.core.state, self.core.settings.rollout.versions
+            if state.made >= last and state.operations.rollback is None:
                 await changed.wait()
                 continue
             try:
@@ -91,7 +92,14 @@ class LearnBelt:
         batch = await self._batch()
         if isinstance(batch, RollbackOrdered):
             version, earlier = core.state.made + 1, batch.to_version
-            again = await core.offload(lambda: take_up_again(self.run_folder, version, earlier))
+            again = await core.offload(
+                lambda: take_up_again(
+                    self.run_folder,
+                    version,
+                    earlier,
+                    published_as(core.journal, core.spec.operator, earlier),
+                )
+            )
             await self._hand_over(again, version)
             return
         self.progress.begin("training")

@@ -135,11 +135,13 @@ def _roll_back(state: State, event: RollbackOrdered) -> None:
         raise EventError(f"back to version {event.to_version}, and the newest is {state.head}")
     if state.batch is not None or state.unpublished is not None or state.blocks.round is not None:
         raise EventError("a version is being trained or published: roll back after it")
-    if state.operations.rollback is not None:
-        raise EventError("a rollback was ordered already")
+    mine = state.operations
+    if mine.rollback is not None:  # one that cannot be carried out: another takes its place
+        if mine.rollback.to_version == event.to_version:
+            raise EventError("that rollback was ordered already")
+        del mine.given_up[-1]
     for submission_id in list(state.pool):
         leave_pool(state, submission_id, "stale")
-    mine = state.operations
     mine.rollback = event
     mine.rollbacks += 1
     mine.given_up = [*mine.given_up, (event.to_version + 1, state.head)][-GIVEN_UP_KEPT:]

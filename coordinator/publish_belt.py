@@ -225,6 +225,8 @@ class PublishBelt:
         spared = await core.offload(partial(kept_whole, self.run_folder, head, self.keep, keep_from))
         keep = {0, first_policy(core.spec), *spared}
         gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from, keep))
+        if (ordered := core.state.operations.rollback) is not None:
+            spared |= {ordered.to_version}
         if self.origin is not None:
             self.origin.retain(range(max(0, keep_from), head + 1))
         await core.offload(lambda: publisher.slim(self.run_folder, head, spared))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from hashlib import file_digest
 from pathlib import Path
 
 import msgspec
 
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.workers import Trained, checkpoint_folder
 from barnraise.protocol.durable import link_or_copy
+from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.manifest import WEIGHTS_FILE
+from barnraise.protocol.messages import Manifest
 
 
 def can_return(run_folder: Path, version: int) -> str:
@@ -24,16 +30,56 @@ def can_return(run_folder: Path, version: int) -> str:
     )
 
 
+def published_as(journal: Journal, operator: bytes, version: int) -> dict[str, bytes]:
+    """SHA-256 of a version's tensor files, as its signed manifest has them; {} where that is not there.
+
+    Blocking.
+    """
+    signed = journal.manifest(version)
+    if signed is None:
+        return {}
+    files = open_signed(signed, Manifest, operator).files
+    return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
+
+
+def cannot_be_done(run_folder: Path, version: int, earlier: int, expected: Mapping[str, bytes]) -> bool:
+    """Whether ``take_up_again`` with the same arguments would fail, however often. Blocking."""
+    if checkpoints.read_record(run_folder, version) is not None:
+        return False
+    try:
+        known = _whole(run_folder, earlier)
+    except RunFolderError:
+        return True
+    return known is None or _damaged(known, expected) is not None
+
+
+def _damaged(known: Record, expected: Mapping[str, bytes]) -> Path | None:
+    """A file that is not what the version was published as."""
+    weights = Path(known.trained.weights)
+    for name, digest in expected.items():
+        path = weights if name == WEIGHTS_FILE else weights.with_name(name)
+        try:
+            with path.open("rb") as file:
+                if file_digest(file, "sha256").digest() != digest:
+                    return path
+        except OSError:
+            return path
+    return None
+
+
 def _whole(run_folder: Path, version: int) -> Record | None:
     """The record of a version whose weights are there as well."""
     record = checkpoints.read_record(run_folder, version)
     return record if record is not None and Path(record.trained.weights).is_file() else None
 
 
-def take_up_again(run_folder: Path, version: int, earlier: int) -> Trained:
+def take_up_again(
+    run_folder: Path, version: int, earlier: int, expected: Mapping[str, bytes] | None = None
+) -> Trained:
     """Make checkpoint ``version`` the same as ``earlier``, by hard links; one that is there is reported.
 
     Where the earlier one has no optimiser state any more, the next step begins with an empty one.
+    ``expected``: what its tensor files were published as (``published_as``).
 
     Raises:
         RunFolderError: ``earlier`` is not there, or damaged.
@@ -43,7 +89,15 @@ def take_up_again(run_folder: Path, version: int, earlier: int) -> Trained:
     if made is None:
         known = _whole(run_folder, earlier)
         if known is None:
-            raise RunFolderError(f"cannot go back to version {earlier}: {can_return(run_folder, earlier)}")
+            raise RunFolderError(
+                f"cannot go back to version {earlier}: {can_return(run_folder, earlier)}; order another one "
+                "(`barnraise coordinator rollback`)"
+            )
+        if (damaged := _damaged(known, expected or {})) is not None:
+            raise RunFolderError(
+                f"cannot go back to version {earlier}: {damaged} is not what it was published as; order "
+                "another one (`barnraise coordinator rollback`), or copy that file from a backup"
+            )
         source = checkpoint_folder(run_folder, earlier)
         tensors = [path for path in sorted(source.iterdir()) if path.suffix == ".safetensors"]
         shards = source / checkpoints.SHARDS_FOLDER

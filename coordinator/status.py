@@ -129,6 +129,8 @@ def _reason(core: Core, progress: Progress) -> str:
     if core.trouble:
         return core.trouble
     if core.state.operations.paused is not None:
+    if core.state.operations.rollback is not None and progress.learner_trouble:
+        return f"rollback: {progress.learner_trouble}"
         paused = core.state.operations.paused
         return f"paused by {'a guard' if paused.by == 'guard' else 'the operator'}: {paused.reason}"
     if progress.learner_trouble:

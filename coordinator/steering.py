@@ -9,7 +9,7 @@ from typing import Any
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event
 from barnraise.coordinator.operator_events import AlarmCleared, RollbackOrdered, RunPaused, RunResumed
-from barnraise.coordinator.rollback import can_return
+from barnraise.coordinator.rollback import can_return, cannot_be_done, published_as
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.wire import printable
 
@@ -46,16 +46,22 @@ async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[
     """Command ``rollback``: ``version``, ``reason``. The next version is that one again.
 
     Asked for the same again, while it is under way or before another version was made, it answers
-    as it did and does nothing.
+    as it did and does nothing. One that cannot be carried out, since its checkpoint was lost or
+    damaged after it was ordered, is replaced by another.
     Alarms about training end with it; a pause does not.
 
     Raises:
         RefusedError: there is no such earlier version, it is not kept, or this is no time for it.
         StorageError: the disk refused.
     """
-    version, reason, state = args.get("version"), _reason(args), core.state
+    version, reason = args.get("version"), _reason(args)
     if not isinstance(version, int) or isinstance(version, bool):
         raise RefusedError("bad-argument", "back to which version?")
+    why, hopeless = "", None
+    if 0 <= version < core.state.head:
+        why = await core.offload(lambda: can_return(run_folder, version))
+        hopeless = await _hopeless(core, run_folder)
+    state = core.state  # from here to the record nothing else may happen
     ordered = state.operations.rollback
     if ordered is not None and ordered.to_version == version:
         return {"to": version, "version": state.made + 1}
@@ -67,12 +73,10 @@ async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[
         raise RefusedError(
             "bad-argument", f"version {version} is not an earlier one: the newest is {state.head}"
         )
-    if ordered is not None:
+    if ordered is not None and ordered is not hopeless:
         raise RefusedError("not-now", f"a rollback to version {ordered.to_version} is under way")
-    why = await core.offload(lambda: can_return(run_folder, version))
     if why:
         raise RefusedError("not-kept", why)
-    state = core.state
     if state.batch is not None or state.unpublished is not None:
         raise RefusedError(
             "not-now",
@@ -84,6 +88,20 @@ async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[
     events += [AlarmCleared(kind=kind, at_ms=now) for kind in state.operations.alarms]
     await core.record(events)
     return {"to": version, "version": core.state.made + 1}
+
+
+async def _hopeless(core: Core, run_folder: Path) -> RollbackOrdered | None:
+    """The rollback that is ordered and can never be carried out."""
+    ordered, next_one = core.state.operations.rollback, core.state.made + 1
+    if ordered is None:
+        return None
+    earlier = ordered.to_version
+    lost = await core.offload(
+        lambda: cannot_be_done(
+            run_folder, next_one, earlier, published_as(core.journal, core.spec.operator, earlier)
+        )
+    )
+    return ordered if lost else None
 
 
 async def stop(end: Callable[[], None], args: dict[str, Any]) -> dict[str, Any]:

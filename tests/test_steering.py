@@ -9,7 +9,8 @@ import pytest
 import trio
 from coordinator_support import FakeLearner, coordinating, make_run, node
 
-from barnraise.coordinator import checkpoints
+from barnraise.coordinator import checkpoints, learn_belt
+from barnraise.coordinator.amending import amend
 from barnraise.coordinator.checkpoints import Record, write_record
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_log import entries_of
@@ -184,6 +185,95 @@ async def test_a_collapse_pauses_the_run_once_and_the_operator_may_go_on(tmp_pat
         await resume(core, {})
         await until(core, lambda state: state.head >= head + 5)
         assert core.state.operations.paused is None
+
+
+@asynccontextmanager
+async def idle(tmp_path, **rollout):
+    """As ``at_work``, paused with nothing in training; with the versions that may be taken up again."""
+    async with at_work(tmp_path, **rollout) as (coordinator, core, folder):
+        await until(core, lambda state: state.head >= 4)
+        await pause(core, {"reason": "it went wrong"})
+        await until(core, lambda state: state.batch is None and state.unpublished is None)
+        yield coordinator, core, folder, checkpoints.complete_versions(folder)[:-1]
+
+
+async def test_a_run_that_is_complete_can_go_back_and_its_settings_can_still_change(tmp_path, autojump_clock):
+    async with at_work(tmp_path, versions=4) as (coordinator, core, folder):
+        await until(core, lambda state: state.head >= 4)
+        await trio.sleep(60)
+        assert await roll_back(core, folder, {"version": 3, "reason": "worse"}) == {"to": 3, "version": 5}
+        await until(core, lambda state: state.head == 5)
+        assert coordinator.state()["complete"]
+        assert weights(folder, 5) == weights(folder, 3)
+        told = await amend(core, {"changes": {"grpo.learning_rate": "1e-05"}, "reason": "slower"})
+        assert told["number"] == 1
+        with pytest.raises(RefusedError, match="below version 5"):
+            await amend(core, {"changes": {"rollout.versions": "3"}, "reason": "less"})
+        await amend(core, {"changes": {"rollout.versions": "7"}, "reason": "more"})
+        await until(core, lambda state: state.head == 7)
+
+
+async def test_of_two_operators_at_once_one_goes_back_and_the_other_is_told(tmp_path, autojump_clock):
+    said = []
+
+    async def order(core, folder, version):
+        try:
+            said.append(await roll_back(core, folder, {"version": version, "reason": "x"}))
+        except RefusedError as error:
+            said.append(error.code)
+
+    async with idle(tmp_path) as (_, core, folder, kept):
+        async with trio.open_nursery() as nursery:
+            for version in (kept[-1], kept[-1], 0, 0):
+                nursery.start_soon(order, core, folder, version)
+        assert sorted(map(str, said))[:2] == ["not-now"] * 2
+        assert len({str(reply) for reply in said}) == 2
+        assert core.state.operations.rollbacks == 1
+
+
+def lose(path):
+    shutil.rmtree(path)
+
+
+def flip(path):
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").unlink()  # others may be links to it
+    (path / "model.safetensors").write_bytes(data)
+
+
+def spoil(path):
+    (path / "state.json").write_text("{")
+
+
+@pytest.mark.parametrize("harm", [lose, flip, spoil])
+async def test_a_rollback_whose_checkpoint_is_lost_after_the_order_gives_way_to_another(
+    tmp_path, autojump_clock, monkeypatch, harm
+):
+    real = learn_belt.take_up_again
+
+    def too_late(*args):
+        monkeypatch.setattr(learn_belt, "take_up_again", real)
+        harm(checkpoint_folder(args[0], args[2]))
+        return real(*args)
+
+    async with idle(tmp_path) as (coordinator, core, folder, kept):
+        last = core.state.head
+        monkeypatch.setattr(learn_belt, "take_up_again", too_late)
+        await roll_back(core, folder, {"version": kept[-2], "reason": "bad"})
+        await trio.sleep(30)
+        assert core.state.head == last
+        assert coordinator.state()["reason"].startswith("rollback: ")
+        told = await roll_back(core, folder, {"version": kept[-3], "reason": "that one, then"})
+        assert told == {"to": kept[-3], "version": last + 1}
+        await until(core, lambda state: state.head == last + 1)
+        assert weights(folder, last + 1) == weights(folder, kept[-3])
+        await resume(core, {})
+        await until(core, lambda state: state.head >= last + 3)
+    journal = Journal(folder / "state.sqlite")
+    entries = list(entries_of(journal.events(), core.state.max_lag))
+    journal.close()
+    ledger.balances(entries, core.spec)  # keeps every rule
 
 
 def test_a_version_whose_optimiser_is_gone_begins_with_an_empty_one(tmp_path):
