@@ -132,6 +132,8 @@ def _add(
     lease, verdict = fate.lease, fate.verdict
     assert verdict is not None
     seeds = [task_seed(lease.run_id, lease.lease_id, lease.node, at) for at in range(lease.prompts)]
+    # Where arrays are no whole values (refused work) the payload cannot be put together again.
+    proofs = proofs and all(not len(item.tokens + item.logprobs) % 4 for item in told.rollouts)
     better = advantages(fate.rewards, lease.group_size, fate.normalised) if fate.rewards else []
     same = {
         "run": run_id.hex(),

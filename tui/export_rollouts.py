@@ -1,4 +1,4 @@
-"""``barnraise run export-rollouts``: what volunteers drew, as a dataset."""
+"""``barnraise run export-rollouts`` and ``check-rollouts``: what volunteers drew, as a dataset."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 
 import typer
 
+from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.tui.console import Progress, emit_json, examples, size
+from barnraise.tui.ledger_source import ledger_file, usable
 
 EXAMPLES = examples(
     "run export-rollouts ./my-run ./my-rollouts",
     "run export-rollouts ./my-run ./my-rollouts --versions 100..199 --license cc-by-4.0",
     "run export-rollouts ./my-backup ./my-rollouts --no-text --include-refused --proofs",
+)
+CHECK_EXAMPLES = examples(
+    "run check-rollouts ./my-rollouts ./my-run", "run check-rollouts ./my-rollouts ledger.bin"
 )
 MB = 1_000_000
 
@@ -89,6 +95,45 @@ def export_rollouts(
         "README.md there is the dataset's card: read it before you publish"
         + ("" if licence else ", and say a licence")
     )
+
+
+def check_rollouts(
+    dataset: Path = typer.Argument(..., metavar="OUT", help="A folder made by 'run export-rollouts'."),
+    source: Path = typer.Argument(
+        ...,
+        metavar="DIR|FILE",
+        help="The run's ledger: its folder, or a file made by 'barnraise ledger export'.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object."),
+) -> None:
+    """Hold exported rollouts against the run's public ledger: node, version, verdict, tokens and credit.
+
+    Where the rows have their proofs, what the node signed is put together again and its digest compared.
+    Whether the ledger is sound is for 'barnraise ledger verify' to say.
+    """
+    from barnraise.coordinator.rollout_check import check_rollouts as check
+
+    with ledger_file(source) as path, usable(), open_ledger(path) as ledger:
+        spec = open_run_spec(ledger.run_spec)
+        found = check(dataset, run_id(ledger.run_spec), spec.model.parameters, ledger.entries)
+    good = not found.problems and found.submissions > 0
+    if as_json:
+        emit_json({"ok": good, **asdict(found)})
+    else:
+        for problem in found.problems:
+            typer.echo(problem)
+        if found.unnamed:
+            typer.echo(f"and {found.unnamed:,} more problems")
+        if found.elsewhere:
+            typer.echo(f"{found.elsewhere:,} submissions are of another run than this ledger's: not checked")
+        count = len(found.problems) + found.unnamed
+        typer.echo(
+            f"{found.submissions:,} submissions with {found.rows:,} rollouts: "
+            + (f"{count:,} problems" if count else "all as the ledger says" if good else "nothing to check")
+            + f"; {found.remade:,} digests made again from the rows"
+        )
+    if not good:
+        raise typer.Exit(1)
 
 
 def _versions(text: str) -> tuple[int, int]:

@@ -20,8 +20,9 @@ from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
 from barnraise.tui.export_model import CARD_EXAMPLES, export_model, run_card
 from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
+from barnraise.tui.export_rollouts import CHECK_EXAMPLES as CHECK_ROLLOUTS
 from barnraise.tui.export_rollouts import EXAMPLES as ROLLOUT_EXAMPLES
-from barnraise.tui.export_rollouts import export_rollouts
+from barnraise.tui.export_rollouts import check_rollouts, export_rollouts
 from barnraise.tui.run_file import (
     CHECK_EXAMPLES,
     TEMPLATE_EXAMPLES,
@@ -64,6 +65,9 @@ app.command(
 app.command(
     "export-rollouts", short_help="Write what volunteers drew as a dataset.", epilog=ROLLOUT_EXAMPLES
 )(export_rollouts)
+app.command("check-rollouts", short_help="Hold such a dataset against the ledger.", epilog=CHECK_ROLLOUTS)(
+    check_rollouts
+)
 app.command("card", short_help="Write the run's card: data, curves, credits.", epilog=CARD_EXAMPLES)(run_card)
 app.command("amend", short_help="Change settings of a run under way.", epilog=AMEND_EXAMPLES)(amend)
 
