@@ -128,9 +128,9 @@ def _reason(core: Core, progress: Progress) -> str:
     """What keeps the run from going on, if anything does (R3)."""
     if core.trouble:
         return core.trouble
-    if core.state.operations.paused is not None:
     if core.state.operations.rollback is not None and progress.learner_trouble:
         return f"rollback: {progress.learner_trouble}"
+    if core.state.operations.paused is not None:
         paused = core.state.operations.paused
         return f"paused by {'a guard' if paused.by == 'guard' else 'the operator'}: {paused.reason}"
     if progress.learner_trouble:
@@ -139,9 +139,9 @@ def _reason(core: Core, progress: Progress) -> str:
         return f"publishing: {progress.publisher_trouble}"
     if progress.verifier_trouble:
         return f"verifier: {progress.verifier_trouble}"
-    if progress.learner == "collecting" and in_blocks(core.state, core.spec.pretrain):
     if progress.rollouts_trouble:
         return progress.rollouts_trouble
+    if progress.learner == "collecting" and in_blocks(core.state, core.spec.pretrain):
         return round_in_words(core)
     if progress.learner == "collecting":
         spec = core.settings.rollout
