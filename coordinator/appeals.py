@@ -24,6 +24,7 @@ from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, ChildError, MalformedError, RefusedError, SignatureError
 from barnraise.protocol.messages import Receipt, RolloutSubmission, Signed
 from barnraise.protocol.pretrain import BlockSubmission
+from barnraise.protocol.unit_context import about
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ class AppealBelt:
         parameters = core.spec.model.parameters
         events = review_events(core.state, submission_id, result, parameters, core.now_ms())
         outcome = "overturned" if result.verdict.accepted else f"upheld by check {result.verdict.check}"
-        log.info("appeal of %s: %s", submission_id.hex()[:16], outcome)
+        with about(item.lease, submission_id):
+            log.info("appeal of %s: %s", submission_id.hex()[:16], outcome)
         await core.record(events)
 
     async def _verify(self, job: VerifyJob) -> Judged:

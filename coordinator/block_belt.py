@@ -22,6 +22,7 @@ from pathlib import Path
 
 import trio
 
+from barnraise.coordinator import unit_lines
 from barnraise.coordinator.audit import ban_event, unban_events
 from barnraise.coordinator.block_draws import drawn
 from barnraise.coordinator.block_events import BlockJudged, BlockOverdue
@@ -39,6 +40,7 @@ from barnraise.coordinator.block_fold import HIDDEN, SETTLED, WITHHELD, BlockWor
 from barnraise.coordinator.block_workers import DELTA_FILE, BlockResult, BlockVerifyJob, unit_folder
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import AppealDecided, Event
+from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, either
 from barnraise.coordinator.workers import Verifier
@@ -51,8 +53,9 @@ from barnraise.protocol.network import Network
 from barnraise.protocol.pretrain import BlockSubmission, PretrainSpec, segments
 from barnraise.protocol.shards import BadShardError, ShardClient
 from barnraise.protocol.standing import UNVERIFIABLE
+from barnraise.protocol.unit_context import about, unit_log
 
-log = logging.getLogger(__name__)
+log, story = logging.getLogger(__name__), unit_log(__name__)
 
 UNITS = 4  # fetched or judged side by side
 MOST_BYTES = 64 * 1024**3  # of units' files that have no verdict yet; one unit always fits
@@ -132,6 +135,10 @@ class BlockBelt:
         return next(iter(ready), None)
 
     async def _turn(self, key: bytes) -> None:
+        with about(self.core.state.blocks.work[key].lease, key):
+            await self._take_turn(key)
+
+    async def _take_turn(self, key: bytes) -> None:
         unit = self._units[key]
         try:
             await self._go_on(key, unit)
@@ -146,6 +153,8 @@ class BlockBelt:
             self._freed = trio.Event()
 
     def _put_off(self, unit: _Unit, pause_s: float, why: str) -> None:
+        if why != unit.trouble:
+            story.info("waits: %s", why)
         unit.trouble = why
         unit.retry_at = trio.current_time() + min(pause_s, LAST_RETRY_S)
 
@@ -189,6 +198,7 @@ class BlockBelt:
             if not self.network.connected(peer_id):
                 raise PeerError(f"{peer_id} is not connected")
             until = trio.current_time() + TURN_S
+            story.debug("%d bytes of its files are fetched (%s), %d are here", size, where, before)
             await fetch_unit(client, files, folder, self.core.offload, until)
             unit.pause_s = FIRST_PAUSE_S
             return True
@@ -252,6 +262,8 @@ class BlockBelt:
             result = await self.verifier.verify_block(job)
             if result.submission_id != job.submission_id:
                 raise ChildError("the verifier answered another submission than it was given")
+        except WorkerAwayError:
+            raise
         except BarnraiseError as error:
             unit.failures += 1
             others_pass = self._successes > 0 or unit.failures >= 2 * MAX_ATTEMPTS
@@ -293,7 +305,9 @@ class BlockBelt:
             if not accepted and not blameless and verdict.check != WITHHELD:
                 ban = ban_event(node, node.offences + 1, f"the last by check {verdict.check}", now)
                 events += [] if ban is None else [ban]
+        waited = now - item.at_ms
         await core.record(events)
+        unit_lines.judged(item.lease, key, verdict, tokens, waited)
         self.on_disk.pop(key, None)
         used = item.status in ("accepted", "training")
         dispose: Callable[[Path, bytes], None] = keep_delta if used else drop_unit

@@ -63,7 +63,8 @@ class BlockDesk:
         if isinstance(decision, Wait):
             return later(message, decision)
         if isinstance(decision, Resend):
-            return await lend(core, message, core.state.blocks.leases[decision.lease_id].terms, None)
+            terms = core.state.blocks.leases[decision.lease_id].terms
+            return await lend(core, message, terms, None, live.name)
         terms = BlockLease(
             run_id=core.run_id,
             lease_id=self._rng.randbytes(16),
@@ -77,7 +78,7 @@ class BlockDesk:
             deadline_at=decision.deadline_at,
         )
         issued = BlockLeased(lease=terms, instance=live.instance)
-        return await lend(core, message, terms, issued, decision.release)
+        return await lend(core, message, terms, issued, live.name, decision.release)
 
     async def submit(
         self,
@@ -107,7 +108,7 @@ class BlockDesk:
             size=len(message.submission.payload),
             at_ms=now,
         )
-        acknowledged = await take_in(core, message, lease.terms, submitted)
+        acknowledged = await take_in(core, message, lease.terms, submitted, live.name)
         log.info("%s handed in block %d of round %d", live.name, lease.terms.block, submission.policy_version)
         return acknowledged
 

@@ -20,6 +20,7 @@ known to all, and a liar could learn it by heart. Synchronous; runs in the verif
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from barnraise.coordinator.block_reading import BlockReader
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
+from barnraise.coordinator.unit_lines import verdict_words
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.kernels.block_audit import compare, largest_excess, update_bound
 from barnraise.kernels.block_training import BlockState, BlockTrainer, Recipe, read_state, start_state
@@ -43,9 +45,12 @@ from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.pretrain import BlockLease, PretrainSpec, segments, stream, unit_start
 from barnraise.protocol.standing import ALL, UNVERIFIABLE
+from barnraise.protocol.unit_context import unit_log
 from barnraise.protocol.wire import printable
 
 T = TypeVar("T")
+
+story = unit_log(__name__)
 
 _STARTS_KEPT = 4
 _BOUND_SLACK = 1.01  # of the bound: rounding of differences and of what an encoding carries over
@@ -101,12 +106,14 @@ class BlockJudge:
             BarnraiseError: the version or the corpus cannot be read here, or ``should_stop``
                 said so: nothing was judged.
         """
-        spec = self._spec
+        spec, began = self._spec, time.monotonic()
         tokens = spec.steps * spec.recipe.batch * spec.sequence
         try:
             verdict = self._check(job, should_stop)
         except _Failure as failure:
             verdict, tokens = failure.verdict, 0
+        words = verdict_words(verdict, tokens)
+        story.info("segments %s: %s, in %.1f s", job.segments, words, time.monotonic() - began)
         return BlockResult(
             submission_id=job.submission_id,
             verdict=verdict,

@@ -55,8 +55,9 @@ from barnraise.protocol.corpus import places
 from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.pretrain import JointRecipe, part_name
+from barnraise.protocol.unit_context import about, unit_log
 
-log = logging.getLogger(__name__)
+log, story = logging.getLogger(__name__), unit_log(__name__)
 
 SAVE_EVERY_S = 60.0
 IMPORTED_SCAFFOLD = "scaffold.safetensors"  # in the run folder, where the run spec names one by its hash
@@ -163,6 +164,9 @@ class BlockStages(BlockReader):
         blocks: list[Tensors] = []
         speed: Tensors = {}
         losses = []
+        for item in job.contributions:
+            with about(item.lease_id):
+                story.debug("added up into version %d", job.version)
         for block in range(self.spec.blocks):
             weights = load_part(before / part_name(self.spec, block + 1))
             deltas = [

@@ -18,11 +18,15 @@ REPORT_FILE = "pretrain.jsonl"  # in the run folder: one object a line, for the 
 
 
 class Contribution(Struct, frozen=True, kw_only=True):
-    """One accepted unit of a round: whose place it was, and where its difference lies."""
+    """One accepted unit of a round: whose place it was, and where its difference lies.
+
+    ``lease_id``: for the log.
+    """
 
     block: int
     slot: int
     delta: str
+    lease_id: bytes = b""
 
 
 class RoundJob(Struct, frozen=True, kw_only=True, tag=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from barnraise.coordinator import unit_lines
 from barnraise.coordinator.block_events import BlockLeased, BlockSubmitted
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event, LeaseIssued, LeaseTimedOut, Submitted
@@ -25,12 +26,21 @@ async def lend(
     message: LeaseRequest,
     terms: RolloutLease | BlockLease,
     issued: LeaseIssued | BlockLeased | None,
+    name: str,
     release: Iterable[bytes] = (),
 ) -> LeaseReply:
-    """A lease that is on the disk. ``issued`` None: it was so before. ``release``: what it replaces."""
+    """A lease that is on the disk, for the node called ``name``.
+
+    ``issued`` None: it was so before. ``release``: what it replaces.
+    """
     events: list[Event] = [LeaseTimedOut(lease_id=key, at_ms=terms.issued_at) for key in release]
     # One that was issued before may still be on its way to the disk: an empty record waits for it.
     await core.record([*events, issued] if issued is not None else [])
+    unit_lines.overdue(events)
+    if issued is None:
+        unit_lines.lent_again(terms, name)
+    else:
+        unit_lines.lent(issued, name)
     return LeaseReply(id=message.id, lease=core.sign(terms), reason="", retry_after_ms=0)
 
 
@@ -50,9 +60,14 @@ def make_room(
 
 
 async def take_in(
-    core: Core, message: SubmitRequest, terms: RolloutLease | BlockLease, event: Submitted | BlockSubmitted
+    core: Core,
+    message: SubmitRequest,
+    terms: RolloutLease | BlockLease,
+    event: Submitted | BlockSubmitted,
+    name: str,
 ) -> Acknowledged:
-    """A submission that is on the disk, with its payload."""
+    """A submission of the node called ``name`` that is on the disk, with its payload."""
     payload = Payload(event.submission_id, terms.policy_version, message.submission)
     await core.record([event], payloads=[payload])
+    unit_lines.received(terms, event.submission_id, event.size, name)
     return Acknowledged(id=message.id, duplicate=False)

@@ -108,14 +108,6 @@ class Run:
     def control_path(self) -> Path:
         return self.path / "control.sock"
 
-    @property
-    def log_path(self) -> Path:
-        return self.path / "coordinator.log"
-
-    @property
-    def units_log_path(self) -> Path:
-        return self.path / "units.log"
-
 
 def create_run(
     folder: Path,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from barnraise.coordinator import scheduler
+from barnraise.coordinator import scheduler, unit_lines
 from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.block_scheduler import form_round, round_ends
 from barnraise.coordinator.block_workers import (
@@ -37,6 +37,7 @@ from barnraise.coordinator.workers import BatchPart, Learner, Trained, TrainJob
 from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, ChildError, RunFolderError
 from barnraise.protocol.pretrain import BlockSubmission, PretrainSpec, last_block_version, model_version
+from barnraise.protocol.unit_context import about
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class LearnBelt:
             formed = None if core.state.operations.paused else form_round(core.state, pretrain, now)
             if formed is not None:
                 await core.record([formed])
+                work = core.state.blocks.work
+                unit_lines.batched([(key, work[key].lease) for key in formed.submissions], formed.version)
                 continue
             left = (round_ends(core.state, pretrain) - now) / 1000
             with trio.move_on_after(left if left > 0 else math.inf):
@@ -143,6 +146,9 @@ class LearnBelt:
                 await changed.wait()
                 continue
             await core.record([formed])
+            if isinstance(formed, BatchFormed):
+                known = core.state.submissions
+                unit_lines.batched([(key, known[key].lease) for key in formed.submissions], formed.version)
 
     async def _hand_over(self, trained: Trained, version: int) -> None:
         if trained.version != version:
@@ -200,12 +206,15 @@ async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJ
     parts = []
     for submission_id in formed.submissions:
         place = unit_folder(run_folder, submission_id) / DELTA_FILE
-        if not await core.offload(partial(_is_sound, place, payloads.get(submission_id))):
-            log.error("%s is gone or damaged: the round goes on without it", place)
-            continue
         lease = core.state.blocks.work[submission_id].lease
+        if not await core.offload(partial(_is_sound, place, payloads.get(submission_id))):
+            with about(lease, submission_id):
+                log.error("%s is gone or damaged: the round goes on without it", place)
+            continue
         delta = str(place.relative_to(run_folder))
-        parts.append(Contribution(block=lease.block, slot=lease.slot, delta=delta))
+        parts.append(
+            Contribution(block=lease.block, slot=lease.slot, delta=delta, lease_id=lease.lease_id)
+        )
     wanted = {core.state.blocks.work[key].lease.block for key in formed.submissions}
     if lost := wanted - {part.block for part in parts}:
         raise RunFolderError(

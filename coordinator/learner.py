@@ -67,8 +67,9 @@ from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.seeds import held_out_seed
 from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.unit_context import about, unit_log
 
-log = logging.getLogger(__name__)
+log, story = logging.getLogger(__name__), unit_log(__name__)
 
 NOT_EVALUATED = -1.0
 MICRO_BATCH_BYTES = 2 * 1024**3
@@ -229,6 +230,10 @@ class Trainer:
                 losses.append(loss)
                 norms.append(norm)
                 totals += stats
+        if self._first:
+            for part in job.parts:
+                with about(part.lease):
+                    story.debug("trained on for version %d", job.version)
         tokens = max(totals.tokens, 1)
         return TrainStats(
             reward_mean=batch.reward_mean,

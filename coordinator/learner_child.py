@@ -25,6 +25,7 @@ from barnraise.coordinator.workers import LearnerScale, Report, Trained, TrainJo
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.log_lines import log_in_child, tell_run
 
 if TYPE_CHECKING:
     from barnraise.coordinator.learner_launch import Others
@@ -176,8 +177,9 @@ class ChildLearner:
 
 def main() -> None:
     """The child's main thread."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
-    if os.environ.get("RANK", "0") != "0":
+    rank = os.environ.get("RANK", "0")
+    log_in_child("learner" if rank == "0" else f"learner {rank}")
+    if rank != "0":
         _follow()
     workshop: Workshop | None = None
     processes: Processes | None = None
@@ -188,6 +190,7 @@ def main() -> None:
         import torch
 
         if isinstance(request, SetUp):
+            tell_run(request.worker.run_id)
             torch.set_num_threads(max(1, request.worker.threads))
             if request.processes > 1:
                 from barnraise.coordinator import learner_launch
@@ -248,6 +251,7 @@ def _follow() -> NoReturn:
     def handle(request: Requests, processes: Processes) -> None:
         nonlocal workshop
         if isinstance(request, SetUp):
+            tell_run(request.worker.run_id)
             torch.set_num_threads(max(1, request.worker.threads))
             workshop = Workshop(request.worker, request.micro_batch_bytes, request.recompute, processes)
         elif workshop is not None and not isinstance(request, InitialJob):

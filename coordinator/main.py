@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import logging.handlers
 import os
 import signal
 import threading
@@ -30,6 +28,8 @@ from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderE
 from barnraise.protocol.hello import Floor
 from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.wire import printable
+from barnraise.protocol.log_lines import JsonLines, LogFile, logging_to, tell_run
+from barnraise.protocol.unit_context import UNITS
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 END_WITHIN_S = 1.8
 _LOG_BYTES = 16 * 1024 * 1024
 _LONGEST_LINE = 2000
+_LOGS_KEPT, _UNIT_LOGS_KEPT = 1, 3  # older files
 
 
 def run_from_folder(
@@ -60,9 +61,10 @@ def run_from_folder(
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
 
     ``out`` is told short lines for a person: the address to join, who comes and
-    goes, each published version. ``RUN/coordinator.log`` gets everything, one JSON
-    object per line. ``verifiers`` is the number of verifier children, each with ``threads``
-    threads; 0 means as many as the machine's accelerators, or cores, can feed.
+    goes, each published version. ``RUN/coordinator.log`` gets everything but units' stories, which
+    are in ``RUN/units.log``, both as ``barnraise.protocol.log_lines`` says. ``verifiers`` is the
+    number of verifier children, each with ``threads`` threads; 0 means as many as the machine's
+    accelerators, or cores, can feed; None: one, or none where ``spread`` has some on other machines.
     ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
@@ -77,7 +79,8 @@ def run_from_folder(
         PeerError: an address is malformed or its port is in use.
         StorageError: the disk refuses.
     """
-    with open_run(folder) as run, _logging(run.log_path, out):
+    with open_run(folder) as run, _logging(run.path, out):
+        tell_run(run.run_id)
         try:
             pressure = None if verify_all else Pressure()
             serve = partial(
@@ -190,19 +193,6 @@ def _end_in_any_case() -> None:
     timer.start()
 
 
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "at": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "part": record.name.removeprefix("barnraise."),
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
 class _Lines(logging.Handler):
     """Lines for a terminal: a run's name and nodes' words are strangers'."""
 
@@ -211,7 +201,7 @@ class _Lines(logging.Handler):
         self._out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.name.startswith("barnraise.coordinator")
+        ours = record.name.startswith("barnraise.coordinator")  # units' stories are under another name
         if not ours and record.levelno < logging.WARNING:
             return
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -220,25 +210,22 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def _logging(path: Path, out: Callable[[str], None]) -> Iterator[None]:
-    file = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
-    file.setFormatter(_JsonLines())
-    lines = _Lines(out)
-    root = logging.getLogger("barnraise")
-    level = root.level
-    root.setLevel(logging.INFO)
-    root.addHandler(file)
-    root.addHandler(lines)
+def _logging(folder: Path, out: Callable[[str], None]) -> Iterator[None]:
+    """All of it to ``RUN/coordinator.log``, units' stories to ``RUN/units.log``, short lines to ``out``."""
     try:
         yield
-    finally:
-        root.removeHandler(lines)
-        root.removeHandler(file)
-        root.setLevel(level)
-        file.close()
 
 
 def _innermost(error: BaseException) -> BaseException:
+def _for_everybody(record: logging.LogRecord) -> bool:
+    """Whether a record belongs into coordinator.log: no number of units must push what is there out of it."""
+    return record.levelno >= logging.WARNING or not record.name.startswith(UNITS)
+
+
+def _of_units(record: logging.LogRecord) -> bool:
+    return not _for_everybody(record)
+
+
     """The one error a person should read; our own before any other."""
     found: list[BaseException] = []
     queue: list[BaseException] = [error]
@@ -249,3 +236,11 @@ def _innermost(error: BaseException) -> BaseException:
         else:
             found.append(item)
     return next((item for item in found if isinstance(item, BarnraiseError)), found[0])
+        everybody = LogFile(folder / "coordinator.log", _LOG_BYTES, _LOGS_KEPT)
+        units = LogFile(folder / "units.log", _LOG_BYTES, _UNIT_LOGS_KEPT)
+    except OSError as error:
+        raise RunFolderError(f"cannot write the logs in {folder}: {error.strerror or error}") from error
+    for file, which in ((everybody, _for_everybody), (units, _of_units)):
+        file.setFormatter(JsonLines("coordinator"))
+        file.addFilter(which)
+    with logging_to(everybody, units, _Lines(out)):

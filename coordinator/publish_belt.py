@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator import publisher, scheduler, unit_lines
 from barnraise.coordinator.block_files import sweep_units
 from barnraise.coordinator.block_fold import SETTLED as OVER
 from barnraise.coordinator.block_workers import RecombineJob, RoundJob
@@ -152,7 +152,9 @@ class PublishBelt:
             accuracy=trained.accuracy,
             at_ms=now,
         )
+        leases = _leases_of(core.state, due)
         await core.record([published], manifest=(trained.version, signed))
+        await unit_lines.used(leases, trained.version)
         self.hub.set_head(trained.version, signed)
         if self.origin is not None:
             self.origin.publish(signed, manifest)
@@ -248,6 +250,16 @@ class PublishBelt:
             log.error("%s", kept.trouble)
         # It took a while: an appeal may have come in meanwhile, and needs its payload.
         return [key for key in kept.dropped if _is_settled(self.core.state, key)]
+
+
+def _leases_of(state: State, due: Unpublished) -> list[tuple[bytes, unit_lines.Lease]]:
+    """The work that a version was made of, by submission."""
+    if due.batch is not None:
+        return [(key, state.submissions[key].lease) for key in due.batch.submissions]
+    formed = state.blocks.round
+    if formed is not None and formed.version == due.trained.version:
+        return [(key, state.blocks.work[key].lease) for key in formed.submissions]
+    return []
 
 
 def _is_settled(state: State, submission_id: bytes) -> bool:

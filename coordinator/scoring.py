@@ -83,11 +83,16 @@ class Scorer:
         return self._child.pid if self._child is not None else None
 
     def score(
-        self, environment: Environment, tasks: Sequence[Task], answers: Sequence[str], group_size: int = 1
+        self,
+        environment: Environment,
+        tasks: Sequence[Task],
+        answers: Sequence[str],
+        group_size: int = 1,
+        lease_id: bytes = b"",
     ) -> Scores:
         """Rewards of ``answers``, in order; ``group_size`` consecutive ones are compared with each other.
 
-        ``environment`` is used where scoring in place is safe.
+        ``environment`` is used where scoring in place is safe. ``lease_id``: of the unit, for the log.
 
         Raises:
             BarnraiseError: the child cannot be started or set up; that says nothing about the answers.
@@ -103,7 +108,7 @@ class Scorer:
                 scored = Scored(reward=0.0, fault="left unscored: the submission has used up its allowance")
             else:
                 try:
-                    scored = self._ask(task, answer)
+                    scored = self._ask(task, answer, lease_id)
                 except _ChildEnded as error:
                     deaths += 1
                     scored = Scored(reward=0.0, fault=str(error))
@@ -130,14 +135,16 @@ class Scorer:
         if child is not None:
             child.kill()
 
-    def _ask(self, task: Task, answer: str) -> Scored:
+    def _ask(self, task: Task, answer: str, lease_id: bytes) -> Scored:
         if (
             self._child is None or not self._child.alive
         ):  # one that died between answers died of something else
             self.close()
             self._child = self._started()
         # Text with lone surrogates is no UTF-8; a tokenizer's decoder never makes any, a task's author may.
-        request = ScoreAnswer(prompt=_plain(task.prompt), key=_plain(task.key), answer=_plain(answer))
+        request = ScoreAnswer(
+            prompt=_plain(task.prompt), key=_plain(task.key), answer=_plain(answer), lease_id=lease_id
+        )
         try:
             return self._child.request(request, Scored, self._hard)
         except _ChildEnded:

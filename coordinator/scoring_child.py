@@ -6,17 +6,15 @@ by hanging, crashing or eating memory, ends with it. No torch, no weights, no ke
 
 from __future__ import annotations
 
-import logging
-
 from msgspec import Struct
 
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.environments import Environment, Task, build_environment
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.limits import bounded
+from barnraise.protocol.log_lines import log_in_child
 from barnraise.protocol.spec import EnvironmentSpec
-
-log = logging.getLogger(__name__)
+from barnraise.protocol.unit_context import about
 
 SOFT_SECONDS = 3.0  # interrupts Python code; the parent kills what does not listen
 ANSWER_BYTES = 2 * 1024**3
@@ -34,11 +32,15 @@ class ScorerReady(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ScoreAnswer(Struct, frozen=True, kw_only=True, tag=True):
-    """Request: the reward of ``answer`` to the task of ``prompt`` and ``key``."""
+    """Request: the reward of ``answer`` to the task of ``prompt`` and ``key``.
+
+    ``lease_id``: of the unit that it belongs to, for the log.
+    """
 
     prompt: str
     key: str
     answer: str
+    lease_id: bytes = b""
 
 
 class Scored(Struct, frozen=True, kw_only=True, tag=True):
@@ -71,7 +73,7 @@ def guarded(
 
 def main() -> None:
     """The child's main thread."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s scorer %(levelname)s %(message)s")
+    log_in_child("scorer")
     environment: Environment | None = None
     seconds = SOFT_SECONDS
 
@@ -82,7 +84,8 @@ def main() -> None:
             return ScorerReady()
         if environment is None:
             raise BarnraiseError("the scorer was asked before it was set up")
-        return guarded(environment, Task(prompt=request.prompt, key=request.key), request.answer, seconds)
+        with about(request.lease_id):
+            return guarded(environment, Task(prompt=request.prompt, key=request.key), request.answer, seconds)
 
     serve(handle, ScorerSetup | ScoreAnswer)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator import publisher, scheduler, unit_lines
 from barnraise.coordinator.admission import (
     admit_known,
     admitted,
@@ -297,6 +297,7 @@ async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Dea
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:
                 await core.record(due)
+                unit_lines.overdue(due)
             if trio.current_time() >= head_at or len(core.ledger) - core.head[0] >= TREE_HEAD_EVERY:
                 head_at = trio.current_time() + TREE_HEAD_EVERY_S
                 if len(core.ledger) != signed_size:

@@ -60,6 +60,7 @@ from barnraise.protocol.messages import (
     ReceiptsReply,
     ReceiptsRequest,
     RolloutLease,
+    RolloutSubmission,
     Signed,
     SubmitRequest,
 )
@@ -67,6 +68,7 @@ from barnraise.protocol.network import Stream
 from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.pseudonym import pseudonym
 from barnraise.protocol.session import Intake, ServerSession
+from barnraise.protocol.unit_context import about
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger(__name__)
@@ -252,7 +254,7 @@ class Sessions:
         if isinstance(decision, scheduler.Wait):
             return later(message, decision)
         if isinstance(decision, scheduler.Resend):
-            return await lend(core, message, core.state.leases[decision.lease_id].terms, None)
+            return await lend(core, message, core.state.leases[decision.lease_id].terms, None, live.name)
         terms = RolloutLease(
             run_id=core.run_id,
             lease_id=self._rng.randbytes(16),
@@ -266,7 +268,7 @@ class Sessions:
             deadline_at=decision.deadline_at,
         )
         issued = LeaseIssued(lease=terms, instance=live.instance)
-        return await lend(core, message, terms, issued, decision.release)
+        return await lend(core, message, terms, issued, live.name, decision.release)
 
     async def _give_back(self, live: Live, message: LeaseReturn) -> Message:
         state = self._core.state
@@ -278,7 +280,8 @@ class Sessions:
             return Acknowledged(id=message.id, duplicate=True)
         if lease.terms.node != live.key:
             raise RefusedError("not-your-lease", "this lease was issued to another node")
-        log.info("%s returned unit %d: %s", live.name, lease.terms.unit_id, printable(message.reason))
+        with about(lease.terms):
+            log.info("%s returned unit %d: %s", live.name, lease.terms.unit_id, printable(message.reason))
         closed = LeaseClosed(lease_id=message.lease_id, reason="returned", at_ms=self._core.now_ms())
         await self._core.record([closed])
         return Acknowledged(id=message.id, duplicate=False)
@@ -294,7 +297,18 @@ class Sessions:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
             await self._offence(live, error)
             raise
+        with about(submission.lease_id, submission_id):
+            return await self._take(live, message, submission, submission_id)
+
+    async def _take(
+        self,
+        live: Live,
+        message: SubmitRequest,
+        submission: RolloutSubmission | BlockSubmission,
+        submission_id: bytes,
+    ) -> Message:
         # From here to record() there is no checkpoint: nobody can use the lease in between.
+        core = self._core
         if is_duplicate(core.state, submission_id):
             await core.record([])  # the first copy may still be on its way to the disk
             return Acknowledged(id=message.id, duplicate=True)
@@ -313,10 +327,10 @@ class Sessions:
         submitted = Submitted(
             submission_id=submission_id,
             lease_id=lease.terms.lease_id,
-            size=len(signed.payload),
+            size=len(message.submission.payload),
             at_ms=now,
         )
-        return await take_in(core, message, lease.terms, submitted)
+        return await take_in(core, message, lease.terms, submitted, live.name)
 
     def _note(self, live: Live, message: PeerReport) -> Message:
         """Hearsay about another peer: for the operator's eyes."""
@@ -353,6 +367,8 @@ class Sessions:
         payloads = [] if work is None else [Payload(item.submission_id, item.lease.policy_version, work)]
         filed = AppealFiled(submission_id=item.submission_id, at_ms=core.now_ms())
         await core.record([filed], payloads=payloads)
+        with about(item.lease, item.submission_id):
+            log.info("%s appeals against the verdict on unit %d", live.name, item.lease.unit_id)
         return Acknowledged(id=message.id, duplicate=False)
 
     async def _offence(self, live: Live, error: RefusedError) -> None:

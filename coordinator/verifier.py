@@ -13,6 +13,7 @@ alone, and then costs that submission only. ``LocalVerifier`` is the seam of
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from barnraise.coordinator.block_judge import BlockJudge
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
 from barnraise.coordinator.checks import CheckFailure, Completion
 from barnraise.coordinator.scoring import Scorer
+from barnraise.coordinator.unit_lines import verdict_words
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup, checkpoint_folder
 from barnraise.kernels.logprobs import token_logprobs
 from barnraise.kernels.models import ModelError, Policy, load_policy, swap_weights
@@ -41,8 +43,9 @@ from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.tasks_mixed import shaped
+from barnraise.protocol.unit_context import about, unit_log
 
-log = logging.getLogger(__name__)
+log, story = logging.getLogger(__name__), unit_log(__name__)
 
 _SLICE_TOKENS = 65_536  # completion tokens whose states are held at once
 _LOGIT_ELEMENTS = 2**21  # logits held at once; the noise takes eight bytes each besides
@@ -105,18 +108,20 @@ class Judge:
             BarnraiseError: a version's weights cannot be loaded though its checkpoint
                 exists, or ``should_stop`` said so: nothing was judged.
         """
+        began = time.monotonic()
         results: dict[int, Judged] = {}
         versions: dict[int, list[int]] = defaultdict(list)
         cases: dict[int, _Case] = {}
         for place, job in enumerate(jobs):
-            try:
-                cases[place] = self._open(job)
-                if not job.model_check:
-                    results[place] = self._spared(cases[place])
-                    continue
-                versions[job.lease.policy_version].append(place)
-            except CheckFailure as failure:
-                results[place] = _rejected(job, failure.verdict())
+            with about(job.lease, job.submission_id):
+                try:
+                    cases[place] = self._open(job)
+                    if not job.model_check:
+                        results[place] = self._spared(cases[place])
+                        continue
+                    versions[job.lease.policy_version].append(place)
+                except CheckFailure as failure:
+                    results[place] = _rejected(job, failure.verdict())
         # The version that is loaded already comes first, then older before newer.
         for version in sorted(versions, key=lambda version: (version not in self._policies, version)):
             places = versions[version]
@@ -124,6 +129,10 @@ class Judge:
                 places, self._version([cases[p] for p in places], should_stop), strict=True
             ):
                 results[place] = result
+        seconds = time.monotonic() - began
+        for place, job in enumerate(jobs):
+            with about(job.lease, job.submission_id):
+                _tell(results[place], len(jobs), seconds)
         return tuple(results[place] for place in range(len(jobs)))
 
     # --- without the model
@@ -181,7 +190,8 @@ class Judge:
                 if _ours(error):
                     raise
                 # Prompt and weights are ours and were fine: what is left is the payload.
-                log.exception("submission %s makes the verifier fail", case.job.submission_id.hex())
+                with about(case.job.lease, case.job.submission_id):
+                    log.exception("submission %s makes the verifier fail", case.job.submission_id.hex())
                 text = f"the verifier fails on this submission: {type(error).__name__}: {error}"
                 results.append(_rejected(case.job, CheckFailure("verifier-error", 0, 1, "", text).verdict()))
         return results
@@ -199,7 +209,11 @@ class Judge:
             if should_stop():
                 raise BarnraiseError("judging was given up: nobody waits for it")
             self._measure(policy, [(case, number) for case, number in part if case.failure is None])
-        return [self._conclude(case) for case in cases]
+        concluded = []
+        for case in cases:
+            with about(case.job.lease, case.job.submission_id):
+                concluded.append(self._conclude(case))
+        return concluded
 
     def _measure(self, policy: Policy, rows: list[tuple[_Case, int]]) -> None:
         """Prefill these rollouts; check their proofs, and keep margins and log-probabilities."""
@@ -267,6 +281,8 @@ class Judge:
     def _conclude(self, case: _Case) -> Judged:
         """The checks over a whole submission, and the rewards of one that passed."""
         verify, temperature = self.spec.verify, self.spec.sampling.temperature
+        if story.isEnabledFor(logging.DEBUG):
+            story.debug("measured: %s", _measured(case))
         try:
             if case.failure is not None:
                 raise case.failure
@@ -369,7 +385,8 @@ class Judge:
 
     def _accepted(self, case: _Case, verdict: Verdict) -> Judged:
         answers = [self._codec.decode(completion.tokens.tolist()) for completion in case.completions]
-        scores = self._scorer.score(self._environment, case.tasks, answers, case.job.lease.group_size)
+        lease = case.job.lease
+        scores = self._scorer.score(self._environment, case.tasks, answers, lease.group_size, lease.lease_id)
         lengths = [len(completion.tokens) for completion in case.completions]
         return Judged(
             submission_id=case.job.submission_id,
@@ -408,6 +425,32 @@ class Judge:
         policy = next(iter(self._policies.values()))
         size = policy.parameters * policy.head_weight.element_size()
         return max(1, min(self.spec.rollout.max_lag + 2, _POLICY_BYTES // max(size, 1)))
+
+
+def _tell(judged: Judged, batch: int, seconds: float) -> None:
+    words, rewards = verdict_words(judged.verdict, judged.tokens), ""
+    if judged.rewards:
+        rewards = f", mean reward {sum(judged.rewards) / len(judged.rewards):.3f}"
+    story.info("%s%s; %d judged together in %.2f s", words, rewards, batch, seconds)
+
+
+def _measured(case: _Case) -> str:
+    """A case's numbers, before they are held against the limits."""
+    chunks = [score for scores in case.scores for score in scores]
+    values = sum(score.values for score in chunks)
+    if not values or not case.margins:
+        return "nothing" if case.failure is None else f"nothing, for {case.failure}"
+    apart = np.abs(
+        np.concatenate([completion.logprobs for completion in case.completions[: len(case.logprobs)]])
+        - np.concatenate(case.logprobs)
+    )
+    off = sum(score.exponent_mismatches for score in chunks)
+    mantissa = max(score.mantissa_mean for score in chunks)
+    margin = min(float(row.min()) for row in case.margins if row.size)
+    return (
+        f"{off} of {values} exponents differ, largest mantissa mean {mantissa:.3g}, smallest margin of a "
+        f"draw {margin:.3g}, log-probabilities {float(apart.max()):.3g} apart at most"
+    )
 
 
 def _ours(error: Exception) -> bool:

@@ -20,6 +20,8 @@ from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.child import Child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.log_lines import log_in_child, tell_run
+from barnraise.protocol.unit_context import about
 
 if TYPE_CHECKING:
     from barnraise.coordinator.block_judge import BlockJudge
@@ -159,7 +161,7 @@ class ChildVerifier:
 
 def main() -> None:
     """The child's main thread."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s verifier %(levelname)s %(message)s")
+    log_in_child("verifier")
     setup: WorkerSetup | None = None
     judge: Judge | None = None
     blocks: BlockJudge | None = None
@@ -175,13 +177,15 @@ def main() -> None:
 
         if isinstance(request, WorkerSetup):
             torch.set_num_threads(max(1, request.threads))
+            tell_run(request.run_id)
             setup, judge = request, Judge(request)
             return Ready()
         if setup is None or judge is None:
             raise BarnraiseError("the verifier was asked before it was set up")
         if isinstance(request, BlockVerifyJob):
             blocks = blocks or BlockJudge(setup)
-            return blocks.judge(request, send.cancelled)
+            with about(request.lease, request.submission_id):
+                return blocks.judge(request, send.cancelled)
         blocks = None  # memory: once there are rollouts, units are late ones at most
         return VerifyResults(results=judge.judge(request.jobs, send.cancelled))
 

@@ -13,15 +13,18 @@ from itertools import islice
 
 import trio
 
+from barnraise.coordinator import unit_lines
 from barnraise.coordinator.audit import Pressure, is_audited, pressed, verdict_events
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.events import SubmissionJudged
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.errors import BarnraiseError, ChildError
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.standing import ALL, UNAUDITED, UNVERIFIABLE
+from barnraise.protocol.unit_context import about, unit_log
 
-log = logging.getLogger(__name__)
+log, story = logging.getLogger(__name__), unit_log(__name__)
 
 MAX_JOBS = 16  # submissions in one batch of the verifier
 MAX_JOB_BYTES = 64 * 1024 * 1024
@@ -86,7 +89,7 @@ class VerifyBelt:
             results = await self._verify(jobs)
             verifying = False
             self._count(-1)  # the verifier need not wait for the disk
-            await self._record(results)
+            await self._record(jobs, results)
         except BarnraiseError as error:
             self.progress.verifier_trouble = str(error)
             log.error("verifier: %s", error)
@@ -143,7 +146,7 @@ class VerifyBelt:
         payloads = await self.core.offload(lambda: self.core.journal.payloads(submission_ids))
         known = self.core.state.submissions
         behind = self.pressure is not None and pressed(self.core.state, self.pressure, self.core.now_ms())
-        return tuple(
+        jobs = tuple(
             VerifyJob(
                 submission_id=key,
                 lease=known[key].lease,
@@ -153,6 +156,12 @@ class VerifyBelt:
             for key in submission_ids
             if key in payloads and key in known
         )
+        if story.isEnabledFor(logging.DEBUG):
+            for job in jobs:
+                with about(job.lease, job.submission_id):
+                    what = "all checks" if job.model_check else "all checks but the model's"
+                    story.debug("goes to the verifier with %d others, for %s", len(jobs) - 1, what)
+        return jobs
 
     async def _verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
         try:
@@ -173,12 +182,22 @@ class VerifyBelt:
         failed.times += 1 if batch == 1 else 0
         failed.retry_at = trio.current_time() + min(FIRST_RETRY_S * 2**failed.times, LAST_RETRY_S)
         self._put_off[job.submission_id] = failed
+        with about(job.lease, job.submission_id):
+            text = "the verifier failed with it among %d; tried alone %d times, again in %.0f s"
+            story.info(text, batch, failed.times, failed.retry_at - trio.current_time())
         return failed.times >= MAX_ATTEMPTS and self._successes > failed.successes_before
 
-    async def _record(self, results: tuple[Judged, ...]) -> None:
-        core = self.core
-        parameters = core.spec.model.parameters
-        await core.record(verdict_events(core.state, results, core.audit_seed, parameters, core.now_ms()))
+    async def _record(self, jobs: tuple[VerifyJob, ...], results: tuple[Judged, ...]) -> None:
+        core, now = self.core, self.core.now_ms()
+        events = verdict_events(core.state, results, core.audit_seed, core.spec.model.parameters, now)
+        known = core.state.submissions
+        items = {job.submission_id: known[job.submission_id] for job in jobs if job.submission_id in known}
+        await core.record(events)
+        for event in events:
+            if isinstance(event, SubmissionJudged):
+                item = items[event.submission_id]
+                waited = event.at_ms - item.at_ms
+                unit_lines.judged(item.lease, event.submission_id, event.verdict, event.tokens, waited)
 
 
 async def either(first: trio.Event, second: trio.Event) -> None:

@@ -65,7 +65,10 @@ from barnraise.protocol.messages import (
     SubmitRequest,
 )
 from barnraise.protocol.pretrain import BlockLease, PretrainSpec, last_block_version, other_blocks
+from barnraise.protocol.unit_context import about, unit_log
 from barnraise.protocol.wire import printable
+
+story = unit_log(__name__)
 
 FIRST_LINE_S = 2.0  # what is over sooner needs no progress
 PROGRESS_LINE_S = 5.0
@@ -241,7 +244,10 @@ async def ask(ctx: Context, action: Ask) -> None:
         ctx.feed(AlreadyAnswered())  # doing the work twice earns nothing
         return
     ctx.lease = lease
-    ctx.pending.keep_lease(reply.lease)
+    with about(lease):
+        seconds = (lease.deadline_at - ctx.clock.coordinator_ms()) / 1000
+        story.info("lent to us as unit %d, for %s", lease.unit_id, duration(seconds * 1000))
+        ctx.pending.keep_lease(reply.lease)
     deadline = ctx.clock.local(lease.deadline_at, trio.current_time())
     ctx.feed(Granted(unit_of(lease, run.spec.pretrain, deadline)))
 
@@ -350,6 +356,7 @@ async def upload(ctx: Context, action: Upload) -> None:
     if submission is None:
         ctx.feed(Uploaded(action.submission_id, acknowledged=False))
         return
+    story.debug("%d bytes are sent", len(submission.payload))
     try:
         reply = await ctx.live_session().request(
             lambda number: SubmitRequest(id=number, submission=submission),
@@ -358,6 +365,7 @@ async def upload(ctx: Context, action: Upload) -> None:
         )
     except RefusedError as error:
         if error.code in BUSY_CODES:
+            story.info("not taken now (%s): %s", printable(error.code), printable(str(error), 300))
             ctx.feed(UploadFailed(printable(str(error), 300), ctx.jitter()))
             return
         ctx.say(
@@ -373,6 +381,7 @@ async def upload(ctx: Context, action: Upload) -> None:
         ctx.feed(Uploaded(action.submission_id, acknowledged=False))
         return
     except PeerError as error:
+        story.info("could not be sent, and will be again: %s", error)
         ctx.feed(UploadFailed(str(error), ctx.jitter()))
         return
     logging.getLogger(__name__).info("submission %s is acknowledged", action.submission_id.hex())

@@ -50,6 +50,7 @@ from barnraise.protocol.messages import (
     StandingPush,
 )
 from barnraise.protocol.session import Session
+from barnraise.protocol.unit_context import about
 from barnraise.protocol.wire import printable
 
 EXIT_VERSION = 3
@@ -306,7 +307,8 @@ def _pushed(ctx: Context, message: Message) -> None:
             ctx.feed(HeadSeen(_believe_head(ctx, head)))
         case ReceiptPush(receipt=signed):
             if (receipt := _receipt(ctx, signed)) is not None:
-                _tell_verdict(ctx, receipt)
+                with about(receipt.lease_id, receipt.submission_id):
+                    _tell_verdict(ctx, receipt)
         case StandingPush():
             ctx.facts.standing = standing_fields(message)
             ctx.changed.set()

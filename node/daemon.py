@@ -57,6 +57,7 @@ from barnraise.protocol.network import Network
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import off_loop
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.unit_context import Lent, about
 
 SILENCE_S = 30.0  # no state lasts longer without a line (R3)
 QUIET_SILENCE_S = 600.0  # but a pause or a completed run was announced and is nobody's worry
@@ -311,12 +312,15 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
             nursery.start_soon(actions.load, ctx, action, ctx.engine_scope)
         case Generate():
             ctx.engine_scope = trio.CancelScope()
-            nursery.start_soon(actions.generate, ctx, action, ctx.engine_scope)
+            with about(_at_hand(ctx)):
+                nursery.start_soon(actions.generate, ctx, action, ctx.engine_scope)
         case Train():
             ctx.engine_scope = trio.CancelScope()
-            nursery.start_soon(train, ctx, action, ctx.engine_scope)
+            with about(_at_hand(ctx)):
+                nursery.start_soon(train, ctx, action, ctx.engine_scope)
         case StopEngine(reason):
-            ctx.say(f"stopping the engine: {reason}")
+            with about(_at_hand(ctx)):
+                ctx.say(f"stopping the engine: {reason}")
             if ctx.engine_scope is not None:
                 ctx.engine_scope.cancel()
         case FreeEngine():
@@ -324,11 +328,19 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
         case Ask():
             nursery.start_soon(actions.ask, ctx, action)
         case Upload():
-            nursery.start_soon(actions.upload, ctx, action)
+            lease_id = None if ctx.pending is None else ctx.pending.lease_of(action.submission_id)
+            with about(lease_id or b"", action.submission_id):
+                nursery.start_soon(actions.upload, ctx, action)
         case GiveBack():
-            nursery.start_soon(actions.give_back, ctx, action)
+            with about(action.lease_id):
+                nursery.start_soon(actions.give_back, ctx, action)
         case Stop():
             pass
+
+
+def _at_hand(ctx: Context) -> Lent | bytes:
+    """The unit that the engine is at, for the log; empty if it is at none. A task started there keeps it."""
+    return ctx.lease or b""
 
 
 async def _speak_up(ctx: Context) -> None:
@@ -347,7 +359,8 @@ async def _speak_up(ctx: Context) -> None:
             due = min(due, activity.since + SETTLED_S)
         if now >= due:
             announced = key
-            ctx.say(CONSENT if asks else sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
+            with about(_at_hand(ctx) if activity.name in AT_WORK and not asks else b""):
+                ctx.say(CONSENT if asks else sentence(activity, now, ctx.clock.wall_ms()) + _progress(ctx))
             continue
         with trio.move_on_at(due):
             await ctx.spoken.wait()

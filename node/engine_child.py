@@ -26,7 +26,11 @@ from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import ChildError
+from barnraise.protocol.log_lines import log_in_child
 from barnraise.protocol.spec import RunSpec
+from barnraise.protocol.unit_context import about, unit_log
+
+story = unit_log("barnraise.node.engine_child")
 
 STOP_S = 1.2
 """A cancelled engine that is still busy after this long is killed."""
@@ -237,6 +241,7 @@ class ChildEngine:
 
 def main() -> NoReturn:
     """The child: serve requests until the parent goes."""
+    log_in_child("engine")
     parser = ArgumentParser(prog="barnraise.node.engine_child")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="")
@@ -270,16 +275,29 @@ def main() -> NoReturn:
                 case LoadRequest(spec=spec, folder=folder, version=version):
                     return generator.load(spec, Path(folder), version)
                 case GenerateRequest(work=work):
-                    return generator.generate(work, send, stopped)
+                    with about(work):
+                        return _generated(generator.generate(work, send, stopped))
                 case TrainRequest(spec=spec, work=work):
                     generator.close()  # blocks want the memory, and their stage comes before or after
-                    return units.train(spec, work, send, stopped)
+                    with about(work):
+                        return _trained(units.train(spec, work, send, stopped))
                 case Ping() | EngineLimits():
                     return Pong()
         except OutOfMemory as error:
             return NoMemory(text=str(error))
 
     serve(handle, Request, options.beat, limiter.want)
+
+
+def _generated(done: Generated) -> Generated:
+    story.info("drew %d completions, %d tokens, in %.2f s", len(done.rollouts), done.tokens, done.seconds)
+    return done
+
+
+def _trained(done: BlockTrained) -> BlockTrained:
+    losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
+    story.info("trained on %d tokens in %.2f s, losses %s", done.tokens, done.seconds, losses)
+    return done
 
 
 def _stand_back(by: int) -> None:

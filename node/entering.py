@@ -22,6 +22,7 @@ from barnraise.node.units import Units
 from barnraise.node.versions import Versions
 from barnraise.node.weights import SwarmFetcher
 from barnraise.protocol.errors import MalformedError, SignatureError
+from barnraise.protocol.log_lines import tell_run
 from barnraise.protocol.messages import SHARD_PROTOCOL, Signed
 from barnraise.protocol.mirrors import is_loopback
 from barnraise.protocol.pretrain import BlockLease, last_block_version
@@ -34,6 +35,7 @@ def enter(ctx: Context, run: Run, believe: Callable[[Context, Signed], int]) -> 
 
     ``believe`` checks a manifest that came by gossip and returns the newest version believed.
     """
+    tell_run(run.run_id)
     ctx.facts.run, ctx.facts.run_id = printable(run.spec.name), run.run_id.hex()
     folder = ctx.config.run_path(run.run_id)
     ctx.pending = PendingWork(folder / "pending", run.run_id, ctx.identity.public_key)

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from logging.handlers import RotatingFileHandler
 from typing import TextIO
 
 import trio
@@ -34,13 +33,14 @@ from barnraise.protocol.control import serve_control
 from barnraise.protocol.errors import BarnraiseError, PeerError, StorageError
 from barnraise.protocol.identity import Identity, fingerprint, load_or_create
 from barnraise.protocol.libp2p_network import open_libp2p
+from barnraise.protocol.log_lines import JsonLines, LogFile, logging_to
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger("barnraise.node")
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-LOG_BYTES = 5_000_000
+LOG_BYTES, LOGS_KEPT = 5_000_000, 2
 
 
 def run_from_config(config: NodeConfig) -> int:
@@ -223,33 +223,6 @@ class _Screen(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-class _File(RotatingFileHandler):
-    """``node.log``, as far as the disk takes it: a full one never stops the node, nor fills the screen."""
-
-    _silent = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-            return
-        self._drop()
-        if not self._silent:
-            self._silent = True
-            print(f"barnraise: cannot write {self.baseFilename}: {error.strerror or error}", file=sys.stderr)
-
-    def _drop(self) -> None:
-        """Close the file; the next line opens it again. What its buffer holds is lost."""
-        stream, self.stream = self.stream, None
-        with contextlib.suppress(OSError, ValueError):
-            if stream is not None:
-                stream.close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
-
-
 def _on_screen(record: logging.LogRecord) -> bool:
     if getattr(record, "file_only", False):
         return False
@@ -258,25 +231,14 @@ def _on_screen(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _logging(config: NodeConfig) -> Iterator[None]:
-    root = logging.getLogger("barnraise")
     screen = _Screen(sys.stdout)
     screen.setFormatter(_Lines(config.json_lines))
     screen.addFilter(_on_screen)
     try:
-        file = _File(config.log_path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
+        file = LogFile(config.log_path, LOG_BYTES, LOGS_KEPT)
     except OSError as error:
         raise StorageError(f"cannot write the log {config.log_path}: {error.strerror or error}") from error
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    if not config.background:
-        root.addHandler(screen)
-    root.addHandler(file)
-    before = root.level, root.propagate
-    root.setLevel(logging.INFO)
-    root.propagate = False  # libraries give the root logger handlers of their own
-    try:
+    file.setFormatter(JsonLines("node"))
+    handlers = [file] if config.background else [screen, file]
+    with logging_to(*handlers, propagate=False):  # libraries give the root logger handlers of their own
         yield
-    finally:
-        root.level, root.propagate = before
-        root.removeHandler(screen)
-        root.removeHandler(file)
-        file.close()

@@ -23,6 +23,7 @@ from barnraise.protocol.child import Child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.log_lines import log_in_child
 
 BEAT_S = 1.0
 PATIENCE = Patience(still_s=30.0, stuck_s=60.0, mute_s=120.0, busy_s=180.0)
@@ -84,6 +85,7 @@ async def open_prober(log: Path | None = None, *, humble: bool = False) -> Async
 
 def main() -> NoReturn:
     """The child: answer until the parent goes."""
+    log_in_child("probe")
     parser = ArgumentParser(prog="barnraise.node.probe_child")
     parser.add_argument("--humble", action="store_true")
     if parser.parse_args().humble:

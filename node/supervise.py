@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from barnraise.protocol.log_lines import written
+
 FIRST_S = 1.0
 LONGEST_S = 300.0
 STOOD_S = 600.0
@@ -203,11 +205,9 @@ class Supervisor:
             os.ftruncate(lock, len(text))
 
     def _log(self, level: int, text: str) -> None:
-        """One line in ``node.log``, in the format of the node's own."""
-        now = time.time()
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        line = f"{moment},{int(now * 1000) % 1000:03d} {logging.getLevelName(level)} barnraise.node {text}\n"
-        with contextlib.suppress(OSError), (self._data / "node.log").open("a", encoding="utf-8") as file:
+        """One line in ``node.log``, as the node's own."""
+        line = written("supervisor", logging.getLevelName(level).lower(), "barnraise.node", text)
+        with contextlib.suppress(OSError), (self._data / "node.log").open("ab") as file:
             file.write(line)
 
 

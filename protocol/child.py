@@ -16,6 +16,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -27,10 +28,13 @@ from barnraise.protocol.child_frames import BEAT_BODY, MAX_PIPE_FRAME, PIPE_BYTE
 from barnraise.protocol.child_log import bound_log
 from barnraise.protocol.child_watch import ChildHungError, Patience, Watch, vitals
 from barnraise.protocol.errors import ChildError
+from barnraise.protocol.log_lines import said
 from barnraise.protocol.oom import oom_kills
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
+_END_BYTES = 128 * 1024  # of a log, in which its last line is whole
+_BOUND_EVERY_S = 5.0  # between two looks at how long the log is
 _WRITE_TIMEOUT_S = 60.0  # the child's reader thread always reads; longer means that it is stopped
 _KILL_S = 10.0  # what is stuck in a driver outlives SIGKILL; nobody waits for it longer
 
@@ -67,6 +71,7 @@ class Child:
         self._death = ""
         self._no_memory = False
         self._oom_kills = oom_kills()
+        self._bounded_at = -_BOUND_EVERY_S
 
     @classmethod
     async def start(
@@ -82,8 +87,8 @@ class Child:
         Args:
             name: for messages.
             log: file to which the child's stderr (and whatever prints to its
-                stdout) is appended; bounded (``child_log``) at the start and while it beats.
-                None shares ours.
+                stdout) is appended; bounded (``child_log``) at the start, with every request and
+                while one is at work and says something. None shares ours.
             env: additions to our environment.
 
         Raises:
@@ -175,15 +180,15 @@ class Child:
         async with self._turn:
             self._number += 1
             number = self._number
+            self._bound_log()
             await self._send(PipeFrame.REQUEST, number, body)
             del body
             watch = None if patience is None else Watch(patience, trio.current_time())
             try:
                 while True:
                     kind, about, data = await self._watched(patience, watch)
+                    self._bound_log()
                     if kind == PipeFrame.BEAT:
-                        if self._log is not None:
-                            bound_log(self._log)
                         continue
                     if kind in (PipeFrame.FATAL, PipeFrame.MEMORY):
                         self._no_memory = kind == PipeFrame.MEMORY
@@ -335,16 +340,22 @@ class Child:
             return f"{self.name} crashed: signal {-status}{self._last_line()}"
         return f"{self.name} ended with exit code {status}{self._last_line()}"
 
+    def _bound_log(self) -> None:
+        now = time.monotonic()
+        if self._log is not None and now - self._bounded_at >= _BOUND_EVERY_S:
+            self._bounded_at = now
+            bound_log(self._log)
+
     def _last_line(self) -> str:
         if self._log is None:
             return ""
         try:
             with self._log.open("rb") as file:
-                file.seek(max(0, self._log.stat().st_size - 4096))
+                file.seek(max(0, self._log.stat().st_size - _END_BYTES))
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError:
             return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = said(next((line.strip() for line in reversed(lines) if line.strip()), ""))
         return f"; {self._log} ends: {last[:200]}" if last else ""
 
     def _error(self) -> ChildError:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,6 +22,8 @@ import msgspec
 
 from barnraise.protocol.child_frames import BEAT_BODY, MAX_PIPE_FRAME, PIPE_BYTES, PIPE_HEADER, PipeFrame
 from barnraise.protocol.errors import BarnraiseError
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 800  # of 1000: before nearly everything else on the machine
@@ -188,8 +190,7 @@ def _write(descriptor: int, kind: int, number: int, body: bytes) -> None:
 def _last_words(outgoing: int, number: int, error: BaseException) -> NoReturn:
     """Report what killed us to the log and to the parent, then go, whatever other threads do."""
     try:
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
+        log.critical("this process ends", exc_info=error)
         text = str(error).strip().split("\n")[0][:300]
         if _is_out_of_memory(error):
             _write(

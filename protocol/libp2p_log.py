@@ -7,14 +7,20 @@ from typing import Any, cast
 
 from libp2p.network.connection import swarm_connection
 
+from barnraise.protocol.log_lines import LogFile
+
 
 class _ToFiles(logging.Handler):
     """Passes records on to the log files of the program, never to its terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        # A filter below may have lowered its level, after the logger looked at it.
+        if record.levelno < logging.getLogger("barnraise").getEffectiveLevel():
+            return
         for name in (None, "barnraise"):
             for handler in logging.getLogger(name).handlers:
-                if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
+                is_file = isinstance(handler, logging.FileHandler | LogFile)
+                if is_file and record.levelno >= handler.level:
                     handler.handle(record)
 
 

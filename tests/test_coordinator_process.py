@@ -34,7 +34,7 @@ CODE = (
 
 def test_a_runs_name_moves_no_cursor(tmp_path: Path) -> None:
     said: list[str] = []
-    with main._logging(tmp_path / "log", said.append):
+    with main._logging(tmp_path, said.append):
         main.log.info("run %s", "a\x1b[2J\x9bb\r")
     assert [line.partition(" ")[2] for line in said] == ["run a\ufffd[2J\ufffdb\ufffd"]
 

@@ -140,10 +140,7 @@ async def test_somebody_who_hangs_up_is_no_error_in_the_log(tmp_path: Path) -> N
     finally:
         program.removeHandler(file)
         file.close()
-    assert (tmp_path / "node.log").read_text().splitlines() == [
-        "DEBUG libp2p.network.swarm fail to upgrade mux for peer x",
-        "ERROR libp2p.host something else",
-    ]
+    assert (tmp_path / "node.log").read_text().splitlines() == ["ERROR libp2p.host something else"]
 
 
 async def test_idle_tcp_connections_do_not_keep_others_out() -> None:
@@ -377,7 +374,7 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.libp2p_network import open_libp2p
 async def main():
     async with open_libp2p(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",)) as host:
-        logging.getLogger("libp2p.network.swarm").warning("a warning of theirs")
+        logging.getLogger("libp2p.host").warning("a warning of theirs")
         async with open_libp2p(Identity.generate(), listen=()) as client:
             await client.connect(host.addresses[0])
             stream = await client._connection(host.peer_id).open_stream()

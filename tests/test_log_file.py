@@ -52,7 +52,7 @@ def test_a_traceback_belongs_to_its_line(tmp_path: Path) -> None:
     first, second = tail(tmp_path, 5)
     assert first.text == "failed\nTraceback:\n  at 3"
     assert second.text == "after"
-    assert spoken(first).splitlines()[1:] == ["Traceback:", "  at 3"]
+    assert spoken(first).splitlines()[1:] == ["    | Traceback:", "    |   at 3"]
 
 
 def test_what_comes_while_it_is_followed_is_shown_once_and_in_order(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_bad_key_is_an_error_on_the_way_up_and_in_the_log(tmp_path: Path) -> N
     with pytest.raises(KeyFileError):
         main.run_from_config(config(tmp_path))
     assert "rubbish" not in (tmp_path / "data" / "node.log").read_text()
-    assert "ERROR" in (tmp_path / "data" / "node.log").read_text()
+    assert '"level": "error"' in (tmp_path / "data" / "node.log").read_text()
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
 
 

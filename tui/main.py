@@ -23,6 +23,7 @@ from barnraise.tui import (
     appeal,
     attach,
     coordinate,
+    coordinator_logs,
     data,
     demo,
     doctor,
@@ -57,6 +58,7 @@ app = typer.Typer(
 oversee.register(coordinate.app)
 stores.register(coordinate.app)
 app.add_typer(runs.app, name="run")
+coordinator_logs.register(coordinate.app)
 app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(admit.app, name="admit")
 app.add_typer(ledger.app, name="ledger")

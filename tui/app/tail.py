@@ -6,8 +6,10 @@ import os
 import re
 from collections import deque
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+from barnraise.protocol.log_lines import read_line
 from barnraise.tui.app.clean import clean_text
 
 MOST_LINES = 2000
@@ -36,6 +38,20 @@ class LogLine:
     def grave(self) -> bool:
         """Whether it is a warning or worse."""
         return self.bad or self.level == "WARNING"
+
+
+def _lines(raw: str) -> list[str]:
+    """A line of the log as an earlier release wrote it: one, and those of its traceback, set off."""
+    read = read_line(raw.encode("utf-8", "replace"))
+    if read is None:
+        return [raw]
+    try:
+        moment = datetime.fromisoformat(read.time).astimezone()
+    except ValueError:
+        return [raw]
+    first, *more = [*read.message.split("\n"), *read.exception.splitlines()]
+    head = f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d} {read.level.upper()} {read.logger}"
+    return [f"{head} {first}", *(f"  {text}" for text in more)]
 
 
 class Tail:
@@ -85,12 +101,15 @@ class Tail:
         return True
 
     def _add(self, raw: str) -> None:
-        match = _LINE.fullmatch(raw)
+        begun, *more = _lines(raw)
+        match = _LINE.fullmatch(begun)
         if match:
             line = LogLine(self.count, match[1], match[2], match[3], match[4], clean_text(match[5]))
         else:
             last = self.lines[-1] if self.lines else None
             level = last.level if last else "INFO"
-            line = LogLine(self.count, "", "", level, "", clean_text(raw))
+            line = LogLine(self.count, "", "", level, "", clean_text(begun))
         self.count += 1
         self.lines.append(line)
+        for text in more:
+            self._add(text)
