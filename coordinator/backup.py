@@ -47,11 +47,12 @@ MANIFEST = "backup.json"
 _LEFT_OUT = (
     "lock",
     "control.sock",
+    "admin.token",
     "coordinator.log",
-    SNAPSHOTS,
     "units.log",
     "verifier.log",
     "learner.log",
+    SNAPSHOTS,
     "web.sqlite",
     "state.",
     ".tmp-",
@@ -108,11 +109,11 @@ def back_up(folder: Path, target: Path, now_ms: int, progress: Progress = quiet)
                 with closing(SqliteStore(part / SQLITE)) as copy:
                     copied = copy_journal(source.store, copy, progress)
             _copy_versions(folder, part, progress)
+            _copy_rollouts(folder, part)
             fold = fold_of(part, spec, Snapshots(folder / SNAPSHOTS, run_id), progress)
             trained = fold.state.made
             if not (checkpoint_folder(part, max(0, trained))).is_dir():
                 raise RunFolderError(f"{folder} lacks version {trained}, which its journal speaks of")
-            _copy_rollouts(folder, part)
             files = {str(path.relative_to(part)): _described(path) for path in sorted(_all_files(part))}
             made = Backup(
                 run_id=run_id.hex(),
@@ -227,16 +228,16 @@ def _copy_files(folder: Path, part: Path, progress: Progress) -> None:
             progress("copying files", done, 0)
 
 
-def _copy_versions(folder: Path, part: Path, progress: Progress) -> None:
-    for place in sorted((folder / "checkpoints").iterdir()):
-        target = part / "checkpoints" / place.name
-        if not place.is_dir() or place.name.startswith(TEMPORARY) or target.is_dir():
 def _copy_rollouts(folder: Path, part: Path) -> None:
     for kept in parts_of(folder):
         with suppress(FileNotFoundError):  # the oldest go when the budget is used up
             copy_file(kept.path, part / ROLLOUTS / kept.path.name)
 
 
+def _copy_versions(folder: Path, part: Path, progress: Progress) -> None:
+    for place in sorted((folder / "checkpoints").iterdir()):
+        target = part / "checkpoints" / place.name
+        if not place.is_dir() or place.name.startswith(TEMPORARY) or target.is_dir():
             continue
         temporary = target.with_name(f"{TEMPORARY}{target.name}")
         try:

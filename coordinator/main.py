@@ -27,17 +27,17 @@ from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.hello import Floor
 from barnraise.protocol.libp2p_network import open_libp2p
-from barnraise.protocol.wire import printable
 from barnraise.protocol.log_lines import JsonLines, LogFile, logging_to, tell_run
 from barnraise.protocol.unit_context import UNITS
+from barnraise.protocol.wire import printable
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 END_WITHIN_S = 1.8
 _LOG_BYTES = 16 * 1024 * 1024
-_LONGEST_LINE = 2000
 _LOGS_KEPT, _UNIT_LOGS_KEPT = 1, 3  # older files
+_LONGEST_LINE = 2000
 
 
 def run_from_folder(
@@ -62,9 +62,8 @@ def run_from_folder(
 
     ``out`` is told short lines for a person: the address to join, who comes and
     goes, each published version. ``RUN/coordinator.log`` gets everything but units' stories, which
-    are in ``RUN/units.log``, both as ``barnraise.protocol.log_lines`` says. ``verifiers`` is the
-    number of verifier children, each with ``threads`` threads; 0 means as many as the machine's
-    accelerators, or cores, can feed; None: one, or none where ``spread`` has some on other machines.
+    are in ``RUN/units.log``, both as ``barnraise.protocol.log_lines`` says. ``verifiers`` is the number of verifier children, each with ``threads``
+    threads; 0 means as many as the machine's accelerators, or cores, can feed.
     ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
@@ -209,14 +208,6 @@ class _Lines(logging.Handler):
             self._out(f"{moment} {printable(record.getMessage(), _LONGEST_LINE)}")
 
 
-@contextmanager
-def _logging(folder: Path, out: Callable[[str], None]) -> Iterator[None]:
-    """All of it to ``RUN/coordinator.log``, units' stories to ``RUN/units.log``, short lines to ``out``."""
-    try:
-        yield
-
-
-def _innermost(error: BaseException) -> BaseException:
 def _for_everybody(record: logging.LogRecord) -> bool:
     """Whether a record belongs into coordinator.log: no number of units must push what is there out of it."""
     return record.levelno >= logging.WARNING or not record.name.startswith(UNITS)
@@ -226,6 +217,22 @@ def _of_units(record: logging.LogRecord) -> bool:
     return not _for_everybody(record)
 
 
+@contextmanager
+def _logging(folder: Path, out: Callable[[str], None]) -> Iterator[None]:
+    """All of it to ``RUN/coordinator.log``, units' stories to ``RUN/units.log``, short lines to ``out``."""
+    try:
+        everybody = LogFile(folder / "coordinator.log", _LOG_BYTES, _LOGS_KEPT)
+        units = LogFile(folder / "units.log", _LOG_BYTES, _UNIT_LOGS_KEPT)
+    except OSError as error:
+        raise RunFolderError(f"cannot write the logs in {folder}: {error.strerror or error}") from error
+    for file, which in ((everybody, _for_everybody), (units, _of_units)):
+        file.setFormatter(JsonLines("coordinator"))
+        file.addFilter(which)
+    with logging_to(everybody, units, _Lines(out)):
+        yield
+
+
+def _innermost(error: BaseException) -> BaseException:
     """The one error a person should read; our own before any other."""
     found: list[BaseException] = []
     queue: list[BaseException] = [error]
@@ -236,11 +243,3 @@ def _of_units(record: logging.LogRecord) -> bool:
         else:
             found.append(item)
     return next((item for item in found if isinstance(item, BarnraiseError)), found[0])
-        everybody = LogFile(folder / "coordinator.log", _LOG_BYTES, _LOGS_KEPT)
-        units = LogFile(folder / "units.log", _LOG_BYTES, _UNIT_LOGS_KEPT)
-    except OSError as error:
-        raise RunFolderError(f"cannot write the logs in {folder}: {error.strerror or error}") from error
-    for file, which in ((everybody, _for_everybody), (units, _of_units)):
-        file.setFormatter(JsonLines("coordinator"))
-        file.addFilter(which)
-    with logging_to(everybody, units, _Lines(out)):
