@@ -97,9 +97,11 @@ def _set(fields: dict[str, Any], key: str, text: str) -> None:
         )
     try:
         value = json.loads(text)
+        spelling = json_value(value)  # refuses what Python reads and JSON has not: NaN, 1e400
+        str(value).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         raise AmendmentError(f"{key}: {text[:80]!r} is no JSON value") from None
-    if json_value(value) != text:
+    if spelling != text:
         raise AmendmentError(f"{key}: {text[:80]!r} is not the one JSON spelling of its value")
     *sections, last = key.split(".")
     for section in sections:

@@ -1,7 +1,12 @@
 """What an operator does to a run is an event like any other: checked, folded, and public where it must be."""
 
+import json
+from contextlib import suppress
+
 import pytest
 from coordinator_history import MAX_LAG, RUN_ID, published, trained
+from hypothesis import given
+from hypothesis import strategies as st
 from spec_support import run_spec
 
 from barnraise.coordinator.events import RunOpened
@@ -13,8 +18,8 @@ from barnraise.coordinator.operator_events import (
     SettingsAmended,
 )
 from barnraise.coordinator.state import EventError, State, apply
-from barnraise.protocol import ledger
-from barnraise.protocol.amendments import AmendmentError, amended, json_value
+from barnraise.protocol import ledger, wire
+from barnraise.protocol.amendments import AMENDABLE, AmendmentError, amended, json_value
 from barnraise.protocol.ledger_fold import LedgerError, LedgerFold
 
 
@@ -49,13 +54,34 @@ def test_an_amendment_changes_one_setting_and_no_other():
         ("grpo.learning_rate", "0.50", "one JSON spelling"),
         ("rollout.versions", "true", "Expected `int`"),
         ("rollout.versions", "[" * 200, "no JSON value"),
+        ("rollout.versions", "9" * 5000, "no JSON value"),
+        ("grpo.learning_rate", "NaN", "no JSON value"),
+        ("grpo.kl_coefficient", "Infinity", "no JSON value"),
+        ("grpo.learning_rate", "1e400", "no JSON value"),
+        ("grpo.learning_rate", '{"a":NaN}', "no JSON value"),
         ("admission", '"nobody"', "Invalid enum"),
+        ("description", '"\\ud800"', "no JSON value"),
+        ("rollout", "{}", "cannot change"),
     ],
 )
 def test_what_may_not_change_is_refused_by_name(key, value, why):
     with pytest.raises(AmendmentError, match=key.split(".")[0]) as caught:
         amended(run_spec(), {key: value})
     assert why in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(AMENDABLE)), st.text(max_size=40) | JSON.map(json.dumps))
+def test_whatever_an_operator_signs_is_an_amendment_or_refused_as_none(key, text):
+    """Nodes and auditors read it as well: it may end nobody's process."""
+    with suppress(AmendmentError):
+        wire.encode(amended(run_spec(), {key: text}))
 
 
 def test_amendments_are_numbered_without_gaps():
