@@ -64,12 +64,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """A run folder at a moment: what became of what the journal holds, and the newest signed tree head."""
+    """A run folder at a moment: what became of what the journal holds, and the newest signed tree head.
+
+    ``void``: ids, in hex, of all submissions whose credit is clawed back.
+    """
 
     folder: Path
     spec: RunSpec
     run_id: bytes
     story: Story
+    void: frozenset[str]
     head: TreeHead | None
 
     def pieces(self, wanted: Wanted) -> list[Piece]:
@@ -119,7 +123,7 @@ class Source:
                 said = file.read_row_group(group, columns=["submission", "accepted", "check"])
                 chosen, digest = [], hashlib.sha256(part.path.name.encode())
                 for submission, accepted, check in zip(*said.to_pydict().values(), strict=True):
-                    valid = submission not in self.story.void and (accepted or check == CLAWED_BACK)
+                    valid = submission not in self.void and (accepted or check == CLAWED_BACK)
                     chosen.append(owners[submission] == place and (valid or wanted.refused))
                     digest.update(f"{submission} {valid} {chosen[-1]}\n".encode())
                 if any(chosen):
@@ -145,9 +149,9 @@ class Source:
         """The rows as they stand now: credit may have been clawed back, or restored, after they were kept."""
         accepted, checks = table["accepted"].to_pylist(), table["check"].to_pylist()
         for at, submission in enumerate(table["submission"].to_pylist()):
-            if accepted[at] and submission in self.story.void:
+            if accepted[at] and submission in self.void:
                 accepted[at], checks[at] = False, CLAWED_BACK
-            elif checks[at] == CLAWED_BACK and submission not in self.story.void:
+            elif checks[at] == CLAWED_BACK and submission not in self.void:
                 accepted[at], checks[at] = True, UNAUDITED
         for name, values in (("accepted", accepted), ("check", checks)):
             place = table.schema.get_field_index(name)
@@ -208,4 +212,4 @@ def open_source(folder: Path, tell: Tell) -> Source:
             if not story.length % EVENTS_BETWEEN:
                 tell("reading the journal", story.length / max(1, journal.length))
     head = None if signed is None else open_signed(signed, TreeHead, spec.operator)
-    return Source(folder, spec, run_id, story, head)
+    return Source(folder, spec, run_id, story, frozenset(key.hex() for key in story.void), head)

@@ -18,6 +18,7 @@ from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.presets import demo
+from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import (
     Judged,
@@ -226,6 +227,7 @@ async def coordinating(
     seed: int = 0,
     mirrors: tuple[str, ...] = (),
     pressure: Pressure | None = None,
+    keep: Keep = Keep(),
 ) -> AsyncIterator[Coordinator]:
     """Run the coordinator of ``folder`` in memory for the length of the block."""
     verifier = verifier or FakeVerifier()
@@ -247,6 +249,7 @@ async def coordinating(
                 shard_size=4096,
                 mirrors=mirrors,
                 pressure=pressure,
+                keep=keep,
             )
             state = await nursery.start(serve)
             yield Coordinator(run, verifier, learner, network, state, lines, nursery.cancel_scope)
