@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from barnraise.coordinator.amending import amend
 from barnraise.coordinator.bans import find_node
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event
@@ -32,6 +33,7 @@ LONGEST_S = 366 * 86_400
 MOST_NOTE = 200
 NOT_ADMITTED = "not-admitted"
 KEY_BYTES = 32
+MODES = {"open": "everybody", "invite": "the list, and whoever has an invite", "allow": "the list alone"}
 
 
 def is_admitted(core: Core, key: bytes) -> bool:
@@ -216,6 +218,30 @@ async def admit_known(core: Core, args: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError("bad-argument", "allow-known takes no arguments")
     proven = [peer_id_of(node.key) for node in core.state.nodes.values() if node.accepted]
     return await allow(core, {"nodes": proven, "note": "had work accepted"}) if proven else {"allowed": []}
+
+
+async def set_mode(core: Core, args: dict[str, Any]) -> dict[str, Any]:
+    """Command ``admission``: ``mode`` (open, invite or allow), ``keep_proven``, ``reason``.
+
+    A signed amendment. ``keep_proven`` first puts every key that has had work accepted on the list.
+
+    Raises:
+        RefusedError: no such mode, or no room on the list.
+        StorageError: the disk refused.
+    """
+    mode, keep, reason = args.get("mode"), args.get("keep_proven", False), args.get("reason", "")
+    known = isinstance(mode, str) and mode in MODES
+    if not known or not isinstance(keep, bool) or not isinstance(reason, str):
+        raise RefusedError("bad-argument", f"who may join? {', '.join(MODES)}")
+    kept = (await admit_known(core, {}))["allowed"] if keep else []
+    why = reason.strip() or f"open to {MODES[mode]}"
+    reply = await amend(core, {"changes": {"admission": f'"{mode}"'}, "reason": why})
+    return {
+        "admission": mode,
+        "amendment": reply["number"],
+        "changed": bool(reply["changed"]),
+        "allowed": kept,
+    }
 
 
 def _note(args: dict[str, Any]) -> str:

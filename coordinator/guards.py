@@ -78,13 +78,17 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong now. ``grave``: going on makes it worse, so the run may be paused."""
+    """One thing that is wrong now."""
 
     kind: str
     value: float
     limit: float
     text: str
-    grave: bool = False
+
+    @property
+    def grave(self) -> bool:
+        """Whether going on makes it worse, so that the run may be paused."""
+        return self.kind in GRAVE
 
 
 GUARDS = (
@@ -93,6 +97,29 @@ GUARDS = (
     *("no-numbers", "volunteers-lost", "stall"),
 )
 """Every kind of finding."""
+
+GRAVE = frozenset(
+    ("reward-collapse", "held-out-collapse", "entropy-explosion", "kl", "not-finite", "no-numbers")
+)
+"""Those that may pause the run."""
+
+THRESHOLDS: dict[str, tuple[str, ...]] = {
+    "reward-collapse": ("reward_share", "recent", "past"),
+    "held-out-collapse": ("accuracy_share",),
+    "entropy-explosion": ("entropy_high", "recent", "past"),
+    "entropy-collapse": ("entropy_low", "recent", "past"),
+    "gradient-norm": ("gradient_times", "recent", "past"),
+    "clip-ratio": ("clip_share", "recent"),
+    "kl": ("kl", "recent"),
+    "zero-advantage": ("usable_share", "recent"),
+    "stale-work": ("stale_share", "recent"),
+    "not-finite": ("recent",),
+    "no-numbers": (),
+    "verifier-backlog": ("backlog_s",),
+    "volunteers-lost": ("volunteers_share",),
+    "stall": ("stall_s", "past"),
+}
+"""Which of ``GuardLimits`` each kind goes by."""
 
 MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
 MIN_VOLUNTEERS = 4
@@ -162,7 +189,7 @@ def _reward(
     if best < MIN_LEVEL or now >= best * limits.reward_share:
         return None
     text = f"the reward fell from {best:.3f} to {now:.3f} (version {newest}): {_BACK}"
-    return Finding("reward-collapse", now, best * limits.reward_share, text, grave=True)
+    return Finding("reward-collapse", now, best * limits.reward_share, text)
 
 
 def _accuracy(versions: Sequence[VersionInfo], limits: GuardLimits) -> Finding | None:
@@ -173,7 +200,7 @@ def _accuracy(versions: Sequence[VersionInfo], limits: GuardLimits) -> Finding |
     if best < MIN_LEVEL or now >= best * limits.accuracy_share:
         return None
     text = f"held-out accuracy fell from {best:.3f} to {now:.3f}: {_BACK}"
-    return Finding("held-out-collapse", now, best * limits.accuracy_share, text, grave=True)
+    return Finding("held-out-collapse", now, best * limits.accuracy_share, text)
 
 
 def _entropy(recent: Sequence[TrainStats], past: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
@@ -184,7 +211,7 @@ def _entropy(recent: Sequence[TrainStats], past: Sequence[TrainStats], limits: G
             f"entropy rose from {before:.3f} to {now:.3f} nats per token: the policy dissolves; "
             f"lower grpo.learning_rate or grpo.entropy_coefficient (`barnraise run amend`), or {_BACK}"
         )
-        return Finding("entropy-explosion", now, before * limits.entropy_high, text, grave=True)
+        return Finding("entropy-explosion", now, before * limits.entropy_high, text)
     if now < before * limits.entropy_low and now < ENTROPY_FLOOR and rewards[0] <= rewards[1]:
         text = (
             f"entropy fell from {before:.4f} to {now:.4f} nats per token, and the reward stands still: "
@@ -226,7 +253,7 @@ def _kl(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
         f"a version moves {now:.3f} nats per token away from what generated its data: lower "
         "grpo.learning_rate, or raise grpo.kl_coefficient"
     )
-    return Finding("kl", now, limits.kl, text, grave=True)
+    return Finding("kl", now, limits.kl, text)
 
 
 def _starved(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
@@ -263,7 +290,7 @@ def _no_numbers(versions: Sequence[VersionInfo]) -> Finding | None:
     if newest is None or newest.stats is None or _is_finite(newest.stats):
         return None
     text = f"version {newest.version} has statistics that are not finite: {_BACK}"
-    return Finding("no-numbers", float(newest.version), 0.0, text, grave=True)
+    return Finding("no-numbers", float(newest.version), 0.0, text)
 
 
 def _not_finite(recent: Sequence[TrainStats]) -> Finding | None:
@@ -271,7 +298,7 @@ def _not_finite(recent: Sequence[TrainStats]) -> Finding | None:
     if not all(skipped):
         return None
     text = f"{sum(skipped)} optimiser steps were skipped: loss or gradient was not finite; {_BACK}"
-    return Finding("not-finite", float(sum(skipped)), 0.0, text, grave=True)
+    return Finding("not-finite", float(sum(skipped)), 0.0, text)
 
 
 def _backlog(seen: Seen, limits: GuardLimits) -> Finding | None:

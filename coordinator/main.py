@@ -22,6 +22,7 @@ from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.scale import Spread
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
+from barnraise.coordinator.web.gate import Access
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
@@ -52,6 +53,7 @@ def run_from_folder(
     verify_all: bool = False,
     replay: bool = False,
     http: Bind | None = None,
+    admin: Access = "local",
     spread: Spread = Spread(),
     keep: Keep = Keep(),
     guards: GuardLimits = GuardLimits(),
@@ -69,7 +71,8 @@ def run_from_folder(
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
     full, however long the queue; else the audit policy may spare proven nodes' work under a backlog.
     ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
-    serve the page, the API and the metrics; None: nowhere. ``spread``: the learner's processes, and devices.
+    serve the page, the API and the metrics; None: nowhere. ``admin``: from where the run may be steered
+    over it (``barnraise.coordinator.web.gate``). ``spread``: the learner's processes, and devices.
     ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised. ``floor``:
     as ``run_coordinator``.
 
@@ -90,6 +93,7 @@ def run_from_folder(
                 verifiers,
                 spread,
                 http,
+                admin=admin,
                 mirrors=tuple(mirrors),
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,
@@ -130,6 +134,7 @@ async def _serve(
     spread: Spread,
     http: Bind | None,
     *,
+    admin: Access,
     mirrors: tuple[str, ...],
     upload_copies: float,
     relay_bytes_s: float,
@@ -152,6 +157,7 @@ async def _serve(
                 verifiers_of(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
                 ChildLearner(setup, run.path / "learner.log", spread.learner),
                 http=listeners,
+                admin=admin,
                 mirrors=mirrors,
                 upload_copies=upload_copies,
                 relay_bytes_s=relay_bytes_s,

@@ -19,6 +19,7 @@ class Progress:
     verifiers: int = 1
     verifiers_busy: int = 0
     verifier_trouble: str = ""
+    draining_until_ms: int | None = None  # the coordinator ends once the work at hand is in
 
     def begin(self, what: str) -> None:
         """The learner is at something else now."""

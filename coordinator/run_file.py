@@ -65,6 +65,7 @@ class Serve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = ("/ip4/0.0.0.0/tcp/4001",)
     http: Annotated[str, Meta(max_length=200)] = ""
     no_http: bool = False
+    admin: Literal["local", "proxy", "clear", "off"] = "local"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     verifiers: Annotated[str, Meta(max_length=8)] = "1"
     verify_all: bool = False
@@ -86,13 +87,13 @@ class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every: Annotated[int, Meta(ge=0, le=65_536)] = 25
     most: Annotated[int, Meta(ge=0, le=65_536)] = 8
     disk_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    rollouts: Literal["off", "accepted", "all"] = "off"
+    rollouts_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 10.0
+    rollout_proofs: bool = False
 
 
 def fields_of(section: str, kind: type[Any]) -> dict[str, Any]:
     """The keys of a section that is read into ``kind``, with their annotated types."""
-    rollouts: Literal["off", "accepted", "all"] = "off"
-    rollouts_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 10.0
-    rollout_proofs: bool = False
     hints = get_type_hints(kind, include_extras=True)
     return {key: hint for key, hint in hints.items() if f"{section}.{key}" not in LEFT_OUT}
 

@@ -18,23 +18,16 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import publisher, scheduler, unit_lines
-from barnraise.coordinator.admission import (
-    admit_known,
-    admitted,
-    allow,
-    disallow,
-    make_invite,
-    revoke_invite,
-)
-from barnraise.coordinator.amending import amend, tell_amendments
+from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator.amending import tell_amendments
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
-from barnraise.coordinator.bans import ban, unban
 from barnraise.coordinator.block_belt import BlockBelt
 from barnraise.coordinator.block_files import serve_corpus
+from barnraise.coordinator.commands import operator_commands
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.deadlines import Deadlines
+from barnraise.coordinator.draining import Drain
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.greeter import Greeter
 from barnraise.coordinator.guard_belt import GuardBelt
@@ -42,7 +35,6 @@ from barnraise.coordinator.guards import GuardLimits
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
-from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.origin import Origin
@@ -54,13 +46,13 @@ from barnraise.coordinator.snapshot import Snapshots
 from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
-from barnraise.coordinator.steering import pause, resume, roll_back, stop
 from barnraise.coordinator.verify_belt import VerifyBelt
+from barnraise.coordinator.web.gate import Access
 from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import Learner, Verifier
 from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.hello import Floor
 from barnraise.protocol.log_messages import LOG_PROTOCOL
 from barnraise.protocol.messages import (
@@ -86,6 +78,7 @@ TICK_S = 0.25
 TREE_HEAD_EVERY_S = 60.0
 TREE_HEAD_EVERY = 8_192  # ledger entries: what is not published is replayed at the next start
 SHOW_EVERY_S = 1.0
+REPLY_S = 0.2
 
 
 def wall_clock_ms() -> int:
@@ -115,6 +108,7 @@ async def run_coordinator(
     http: Sequence[trio.SocketListener] | None = None,
     keep: Keep = Keep(),
     guards: GuardLimits = GuardLimits(),
+    admin: Access = "local",
     end: Callable[[], None] | None = None,
     hello: Hello | None = None,
     floor: Floor | None = None,
@@ -137,6 +131,7 @@ async def run_coordinator(
         pressure: the backlog from which proven nodes' work may be spared; None: never.
         replay: fold every event from the first on, and compare what the snapshots say.
         http: where to serve the page (``barnraise.coordinator.web``); None: nowhere.
+        admin: from where the admin API there may be asked (``barnraise.coordinator.web.gate``).
         hello: the protocol version to speak; None: this installation's own.
         floor: the oldest version that is served, and from when on; None: all of our major.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
@@ -191,7 +186,9 @@ async def run_coordinator(
         web = None
         if http is not None:
             without_nodes = partial(get_state, with_nodes=False)
-            web = WebService(core, hub, public_log.folder, run.path, without_nodes)
+            web = WebService(
+                core, hub, public_log.folder, run.path, without_nodes, admin=admin, guards=guards
+            )
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
@@ -200,24 +197,11 @@ async def run_coordinator(
                 if run.spec.pretrain is not None:
                     await offload(partial(serve_corpus, run.path, run.spec.pretrain.corpus, store))
                 await publish.serve_head()
+                end_soon = partial(nursery.start_soon, _end_soon, end or nursery.cancel_scope.cancel)
+                drain = Drain(core, progress, end_soon)
+                commands = operator_commands(core, run, drain, end_soon)
                 if control:
                     changed = Changed()
-                    commands = {
-                        "export-ledger": partial(_export, run, core),
-                        "ban": partial(ban, core),
-                        "unban": partial(unban, core),
-                        "pause": partial(pause, core),
-                        "resume": partial(resume, core),
-                        "rollback": partial(roll_back, core, run.path),
-                        "stop": partial(stop, end or nursery.cancel_scope.cancel),
-                        "amend": partial(amend, core),
-                        "invite": partial(make_invite, core),
-                        "revoke-invite": partial(revoke_invite, core),
-                        "allow": partial(allow, core),
-                        "allow-known": partial(admit_known, core),
-                        "disallow": partial(disallow, core),
-                        "admitted": partial(admitted, core),
-                    }
                     await nursery.start(serve_control, run.control_path, get_state, commands, changed)
                     nursery.start_soon(_show, core, changed)
                 network.set_handler(HELLO_PROTOCOL, greeter.answer)
@@ -239,8 +223,10 @@ async def run_coordinator(
                 nursery.start_soon(learn.run)
                 nursery.start_soon(publish.run)
                 nursery.start_soon(guard.run)
+                nursery.start_soon(drain.run)
                 nursery.start_soon(_tick, core, sessions, greeter, deadlines, pressure is not None)
                 if web is not None:
+                    web.admin.commands = commands
                     nursery.start_soon(web.run, http or ())
                 task_status.started(get_state)
         finally:
@@ -297,7 +283,6 @@ async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Dea
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:
                 await core.record(due)
-                unit_lines.overdue(due)
             if trio.current_time() >= head_at or len(core.ledger) - core.head[0] >= TREE_HEAD_EVERY:
                 head_at = trio.current_time() + TREE_HEAD_EVERY_S
                 if len(core.ledger) != signed_size:
@@ -317,13 +302,7 @@ async def _show(core: Core, changed: Changed) -> None:
         changed.set()
 
 
-async def _export(run: Run, core: Core, args: dict[str, Any]) -> dict[str, Any]:
-    """Command ``export-ledger``: write RUN/ledger.bin."""
-    if args:
-        raise BarnraiseError("export-ledger takes no arguments")
-    target = run.path / "ledger.bin"
-    lag = run.spec.rollout.max_lag
-    await core.offload(
-        lambda: export_ledger(core.journal, run.signed_spec, lag, run.identity, core.now_ms(), target)
-    )
-    return {"path": str(target)}
+async def _end_soon(end: Callable[[], None]) -> None:
+    """End once whoever asked for it has the reply."""
+    await trio.sleep(REPLY_S)
+    end()

@@ -94,6 +94,7 @@ def state_tree(
         "witnesses": None if public_log is None else public_log.witnesses(),
         "complete": complete,
         "paused": _paused(state),
+        "draining_until_ms": progress.draining_until_ms,
         "alarms": [alarm_fields(alarm) for alarm in state.operations.alarms.values()],
         "admission": spec.admission,
         "amendments": len(state.operations.amendments),

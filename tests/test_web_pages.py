@@ -245,6 +245,8 @@ async def test_the_openapi_description_is_of_what_is_answered(web: Web, autojump
             check(schema["items"], item, f"{where}[]")
 
     for path, methods in document["paths"].items():
+        if path.startswith("/admin"):
+            continue
         url = f"/api/v1{path}".replace("{node}", "anna").replace("{unit}", "0")
         answer = await web.json(url)
         check(methods["get"]["responses"]["200"]["content"]["application/json"]["schema"], answer, path)

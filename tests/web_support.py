@@ -15,7 +15,9 @@ import httpx
 import trio
 from coordinator_support import make_run, opened
 
+from barnraise.coordinator.commands import operator_commands
 from barnraise.coordinator.core import Core, Offload, in_place
+from barnraise.coordinator.draining import Drain
 from barnraise.coordinator.events import (
     AppealDecided,
     AppealFiled,
@@ -37,6 +39,7 @@ from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.status import state_tree
+from barnraise.coordinator.web.gate import Access
 from barnraise.coordinator.web.service import WebService
 from barnraise.coordinator.workers import TrainStats
 from barnraise.protocol.identity import Identity
@@ -79,6 +82,7 @@ class Web:
     progress: Progress
     run_folder: Path
     clock: list[int]
+    ended: trio.Event  # by "stop" or "drain"
 
     async def record(self, events: Iterable[Event], group: int = 16) -> None:
         """In several durable writes."""
@@ -106,7 +110,10 @@ class Web:
 
 @asynccontextmanager
 async def website(
-    folder: Path, offload: Offload = in_place, http: list[trio.SocketListener] | None = None
+    folder: Path,
+    offload: Offload = in_place,
+    http: list[trio.SocketListener] | None = None,
+    admin: Access = "local",
 ) -> AsyncIterator[Web]:
     """The page of the run in ``folder`` (made if need be), as ``run_coordinator`` wires it."""
     run_folder = folder / "run"
@@ -125,15 +132,19 @@ async def website(
                 core, hub, progress, network, START, None, run.path, public_log, with_nodes=False
             )
 
-        service = WebService(core, hub, out_there, run.path, state)
+        service = WebService(core, hub, out_there, run.path, state, admin=admin)
+        ended = trio.Event()
+        drain = Drain(core, progress, ended.set)
+        service.admin.commands = operator_commands(core, run, drain, ended.set)
         transport = httpx.ASGITransport(app=service.app)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(core.run)
                 nursery.start_soon(public_log.run)
                 nursery.start_soon(service.run, http or ())
+                nursery.start_soon(drain.run)
                 async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-                    yield Web(core, service, public_log, client, hub, progress, run.path, clock)
+                    yield Web(core, service, public_log, client, hub, progress, run.path, clock, ended)
                 nursery.cancel_scope.cancel()
         finally:
             journal.close()

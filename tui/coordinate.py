@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -90,6 +90,13 @@ def run(
         "[default: 127.0.0.1:8080, or another port if that is taken]",
     ),
     no_http: bool = typer.Option(False, "--no-http", help="Serve no web page."),
+    admin: str = typer.Option(
+        "local",
+        "--admin",
+        metavar="local|proxy|clear|off",
+        help="Who may use the admin API, with the token of 'coordinator token': this machine; also through a "
+        "TLS proxy on it; everybody whom the page is served to, the token in clear; nobody.",
+    ),
     learners: str = typer.Option(
         "1",
         "--learner-processes",
@@ -118,12 +125,16 @@ def run(
     from barnraise.coordinator.main import run_from_folder
     from barnraise.coordinator.run_file import floor_of, operating
     from barnraise.coordinator.scale import read_spread
+    from barnraise.coordinator.web.gate import Access
     from barnraise.coordinator.web.listen import Bind, read_bind
     from barnraise.protocol.mirrors import MAX_MIRRORS, check_mirror
 
     file = operating(folder)
     values = served(context, file.serve)
     listen, http, no_http = list(values["listen"]), values["http"], values["no_http"]
+    access = values["admin"]
+    if access not in get_args(Access):
+        raise typer.BadParameter("local, proxy, clear or off", param_hint="--admin")
     threads, verifiers, verify_all = values["threads"], values["verifiers"], values["verify_all"]
     mirror, upload_copies, relay = list(values["mirrors"]), values["upload_copies"], values["relay_mbit"]
     learners, recompute, torchrun = (
@@ -165,6 +176,7 @@ def run(
             upload_copies=upload_copies,
             relay_bytes_s=relay * 125_000,
             http=bind,
+            admin=access,
             spread=spread,
             keep=file.keep,
             guards=file.guards,

@@ -1,4 +1,4 @@
-"""``barnraise coordinator pause | resume | rollback | drain | stop | status``: steer a run that is served.
+"""``barnraise coordinator pause|resume|rollback|drain|stop|token|status``: steer a run that is served.
 
 Each may be repeated: it says what holds, and changes nothing twice.
 """
@@ -101,6 +101,27 @@ def stop(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         typer.echo("stopped" if ran else f"no coordinator serves {folder}: nothing to stop")
 
 
+def token(
+    folder: Path = typer.Argument(..., metavar="DIR", help="A run folder; its coordinator may be running."),
+    anew: bool = typer.Option(False, "--new", help="Make another; the one before counts no more."),
+    as_json: bool = JSON,
+) -> None:
+    """Make the token with which programs steer the run over HTTP, and print the file that holds it.
+
+    The token itself is never printed. Whoever can read the file can do what you can.
+    """
+    from barnraise.coordinator.folder import read_spec
+    from barnraise.coordinator.web.tokens import make_token
+
+    read_spec(folder)
+    path, made = make_token(folder, anew=anew)
+    if as_json:
+        emit_json({"path": str(path), "made": made})
+    else:
+        typer.echo(path)
+        typer.echo("a new token; the coordinator takes it from now on" if made else "as before", err=True)
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to ``barnraise coordinator``."""
     app.command(short_help="Lend no work for now.", epilog=examples("coordinator pause ./my-run --reason x"))(
@@ -116,6 +137,10 @@ def register(app: typer.Typer) -> None:
         epilog=examples("coordinator drain ./my-run", "coordinator drain ./my-run --within 2h"),
     )(drain)
     app.command(short_help="End the coordinator.", epilog=examples("coordinator stop ./my-run"))(stop)
+    app.command(
+        short_help="Make the admin API's token.",
+        epilog=examples("coordinator token ./my-run", "coordinator token ./my-run --new"),
+    )(token)
     app.command(
         "status", short_help="Show its state.", epilog=examples("coordinator status ./my-run --watch")
     )(status)

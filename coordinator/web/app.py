@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from barnraise.coordinator.web.admin import ADMIN_PATH, Admin, admin_routes, refusal
 from barnraise.coordinator.web.api import api_routes, json_response
 from barnraise.coordinator.web.flow import Flow
 from barnraise.coordinator.web.live import live_routes
@@ -34,7 +35,7 @@ _HEADERS: Final = [
 MAX_QUERY: Final = 4096  # bytes
 
 
-def make_app(site: Site, pages: Pages) -> ASGIApp:
+def make_app(site: Site, pages: Pages, admin: Admin) -> ASGIApp:
     """The whole site as one ASGI application."""
 
     async def read_log(path: str) -> bytes | None:
@@ -43,6 +44,8 @@ def make_app(site: Site, pages: Pages) -> ASGIApp:
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
+        if path.startswith(ADMIN_PATH):
+            return refusal(error.status_code, error.detail, headers=dict(error.headers or {}))
         if path.startswith("/api/"):
             return json_response({"error": error.detail}, error.status_code, dict(error.headers or {}))
         if path.startswith("/log/") or error.status_code in (405, 503):
@@ -53,6 +56,7 @@ def make_app(site: Site, pages: Pages) -> ASGIApp:
         routes=[
             *page_routes(site, pages),
             *api_routes(site),
+            *admin_routes(admin),
             *log_routes(read_log),
             *live_routes(site),
             *_watch_routes(site),

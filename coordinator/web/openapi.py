@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from barnraise.coordinator.web.admin_words import ACTS, LOOKS, schemas
 from barnraise.protocol.ledger_places import KINDS
 
 
 def description() -> dict[str, Any]:
     """The document at ``/api/v1/openapi.json``."""
+    admin, components = _admin()
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Barnraise coordinator",
             "version": "1",
-            "description": "Read-only, public. Credit is in Mflop (millions of useful floating-point "
-            "operations), moments are ISO 8601 in UTC, hashes are hex. Nothing here has to be believed: "
-            "/log has the ledger as a signed transparency log.",
+            "description": "Read-only and public, but for /admin, which wants the token of "
+            "`barnraise coordinator token RUN` and answers no browser. Credit is in Mflop (millions of "
+            "useful floating-point operations), moments are ISO 8601 in UTC, hashes are hex. Nothing here "
+            "has to be believed: /log has the ledger as a signed transparency log.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/api/v1"}],
@@ -27,9 +30,41 @@ def description() -> dict[str, Any]:
             "/units/{unit}": _path("unit", "One unit's whole story", [_UNIT], _UNIT_STORY),
             "/ledger": _path("ledger", "Ledger entries, newest first, filtered", _FILTERS, _LEDGER),
             "/versions": _path("versions", "Published versions, newest first", [_PAGE, _LIMIT], _VERSIONS),
+            **admin,
         },
-        "components": {"schemas": {"Entry": _ENTRY, "Node": _STANDING, "Error": _ERROR}},
+        "components": {
+            "schemas": {"Entry": _ENTRY, "Node": _STANDING, "Error": _ERROR, **components},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
+
+
+def _admin() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The paths below ``/admin`` and their schemas, made of what requests are checked by."""
+    kinds, components = schemas()
+    refused = kinds.pop()
+    refusals = {
+        code: {"description": why, "content": {"application/json": {"schema": refused}}}
+        for code, why in _ADMIN_REFUSALS.items()
+    }
+
+    def operation(name: str, text: str, reply: dict[str, Any]) -> dict[str, Any]:
+        done = {"description": text, "content": {"application/json": {"schema": reply}}}
+        return {
+            "operationId": name,
+            "summary": text,
+            "security": [{"token": []}],
+            "responses": {"200": done, **refusals},
+        }
+
+    paths: dict[str, Any] = {}
+    for act, body, reply in zip(ACTS, kinds[::2], kinds[1::2], strict=False):
+        post = operation(f"admin-{act.command}", act.text, reply)
+        post["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        paths[f"/admin/{act.path}"] = {"post": post}
+    for (path, (_, text)), reply in zip(LOOKS.items(), kinds[2 * len(ACTS) :], strict=True):
+        paths[f"/admin/{path}"] = {"get": operation(f"admin-{path}", text, reply)}
+    return paths, components
 
 
 def _object(required: dict[str, Any], more: bool = True) -> dict[str, Any]:
@@ -84,6 +119,18 @@ def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+_ADMIN_REFUSALS = {
+    "400": "the body is not of its schema, or a value makes no sense",
+    "401": "no token, or not the right one",
+    "403": "not asked from where [serve] admin says, or by a browser",
+    "404": "there is no admin API here, or no such node",
+    "408": "the body came too slowly",
+    "409": "not now; the text says why, and code is for programs",
+    "413": "the body is longer than 64 KiB",
+    "415": "the body is not application/json",
+    "429": "too many wrong tokens from this address: Retry-After says how long none is looked at",
+    "503": "the disk refused, or too much is under way",
+}
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _NUMBER = {"type": "number"}
@@ -122,10 +169,13 @@ _RUN = _object(
         "broadcast": _object(dict.fromkeys(("holding", "live", "bytes_in", "bytes_out"), _COUNT)),
         "ledger": _object(dict.fromkeys(("size", "published", "indexed"), _COUNT)),
         "paused": _YES_NO,
+        "pause": {**_maybe("object"), "description": "while paused: by (operator, guard), reason, since"},
         "admission": {"enum": ["open", "invite", "allow"]},
         "guards": _list(_TEXT),
         "training": {**_maybe("object"), "description": "the newest trained version's numbers"},
-        "alarms": _list(_object(dict.fromkeys(("part", "what", "cure"), _TEXT))),
+        "alarms": _list(
+            _object({**dict.fromkeys(("part", "what", "cure", "guard"), _TEXT), "since": _maybe("string")})
+        ),
     }
 )
 _NODES = _object({"page": _COUNT, "pages": _COUNT, "total": _COUNT, "nodes": _list(_ref("Node"))})

@@ -90,17 +90,22 @@ def overview(core: Core, hub: Hub, flow: Flow, index: IndexBelt, state: dict[str
     view["training"] = None if newest is None else msgspec.structs.asdict(newest)
     view["guards"] = sorted(core.state.operations.alarms)
     view["paused"] = core.state.operations.paused is not None
+    view["pause"] = _pause(core, folder)
     view["admission"] = core.settings.admission
     view["alarms"] = alarms(core, state, index, folder)
     return view
 
 
-def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) -> list[dict[str, str]]:
-    """What somebody should look at now: what was seen, where to begin, and which part it is about."""
-    found: list[dict[str, str]] = []
+def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) -> list[dict[str, Any]]:
+    """What somebody should look at now: what was seen, where to begin, and which part it is about.
 
-    def add(what: str, cure: str, part: str = "run") -> None:
-        found.append({"part": part, "what": without_paths(what, folder), "cure": cure})
+    ``guard``, ``since``: of a guard's alarm; else empty, and None.
+    """
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, cure: str, part: str = "run", guard: str = "", since: str | None = None) -> None:
+        what, cure = without_paths(what, folder), without_paths(cure, folder)
+        found.append({"part": part, "what": what, "cure": cure, "guard": guard, "since": since})
 
     if core.trouble:
         add(core.trouble, "Nothing is accepted until the disk takes writes again.")
@@ -115,7 +120,7 @@ def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) ->
                 add(reason, cure)
     for guard in core.state.operations.alarms.values():
         what, _, cure = guard.text.partition(": ")
-        add(what, cure)
+        add(what, cure, guard=guard.kind, since=shown_moment(guard.at_ms, "seconds"))
     alarm = str((state.get("witnesses") or {}).get("alarm", ""))
     if alarm:
         add(alarm, "Stop this coordinator until you know which of the two histories is the run's.", "ledger")
@@ -124,12 +129,20 @@ def alarms(core: Core, state: dict[str, Any], index: IndexBelt, folder: Path) ->
     return found
 
 
-def without_paths(text: str, folder: Path) -> str:
+def _pause(core: Core, folder: Path) -> dict[str, str] | None:
+    paused = core.state.operations.paused
+    if paused is None:
+        return None
+    since = shown_moment(paused.at_ms, "seconds")
+    return {"by": paused.by, "reason": without_paths(paused.reason, folder), "since": since}
+
+
+def without_paths(text: str, folder: Path, most: int = _TEXT) -> str:
     """A text of ours for strangers' eyes: where this machine keeps the run is nobody's business."""
     for path in {str(folder), str(folder.absolute()), str(folder.resolve())}:
         if len(path) > 1:
             text = text.replace(path, "RUN")
-    return printable(text, _TEXT)
+    return printable(text, most)
 
 
 def thinned(points: Sequence[Sequence[Any]], most: int) -> list[list[Any]]:

@@ -10,10 +10,13 @@ from typing import Any
 import trio
 
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.guards import GuardLimits
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.log_folder import LogFolder
+from barnraise.coordinator.web.admin import Admin
 from barnraise.coordinator.web.app import make_app
 from barnraise.coordinator.web.flow import Flow
+from barnraise.coordinator.web.gate import Access, Gate
 from barnraise.coordinator.web.index_belt import IndexBelt
 from barnraise.coordinator.web.index_read import IndexReader
 from barnraise.coordinator.web.metrics import Metrics
@@ -35,8 +38,11 @@ class WebService:
         log_folder: LogFolder,
         folder: Path,
         get_state: Callable[[], dict[str, Any]],
+        *,
+        admin: Access = "local",
+        guards: GuardLimits = GuardLimits(),
     ) -> None:
-        """``get_state``: the state tree without its nodes."""
+        """``get_state``: the state tree without its nodes. ``admin``, ``guards``: as ``run_coordinator``."""
         path = folder / INDEX_FILE
         index, flow = IndexBelt(core, log_folder, path), Flow(core)
 
@@ -53,8 +59,9 @@ class WebService:
             metrics=Metrics(flow),
             glance=Glance(make, core.now_ms),
         )
+        self.admin = Admin(self.site, Gate(admin, folder), guards, get_state)
         self._pages = Pages(self.site)
-        self.app = make_app(self.site, self._pages)
+        self.app = make_app(self.site, self._pages, self.admin)
 
     async def run(self, listeners: Sequence[trio.SocketListener] = (), limits: Limits = Limits()) -> None:
         """Keep the index up to date, and serve on ``listeners``, until cancelled."""
@@ -63,6 +70,7 @@ class WebService:
                 nursery.start_soon(self.site.index.run)
                 await self.site.core.offload(self._pages.prepare)
                 if listeners:
+                    self.admin.gate.bound_to([str(item.socket.getsockname()[0]) for item in listeners])
                     nursery.start_soon(self._serve, list(listeners), limits)
         finally:
             self.site.reader.close()

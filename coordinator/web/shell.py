@@ -57,7 +57,7 @@ class Doorman:
 
     def enter(self, host: str) -> str | None:
         """A key to ``leave`` with; None: there is no room."""
-        key = _counted_as(host)
+        key = counted_as(host)
         full = self.connected >= self.limits.connections
         if full or (key and self._by_address[key] >= self.limits.per_address):
             self.refused += 1
@@ -74,14 +74,15 @@ class Doorman:
             del self._by_address[key]
 
 
-def _counted_as(host: str) -> str:
+def counted_as(host: str) -> str:
+    """The address as it is counted: IPv6 by its /64; "" is loopback, "unknown" is none."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return "unknown"
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
-            return _counted_as(str(address.ipv4_mapped))
+            return counted_as(str(address.ipv4_mapped))
         if not address.is_loopback:
             return str(ipaddress.ip_network((address, 64), strict=False))
     return "" if address.is_loopback else str(address)

@@ -1,0 +1,92 @@
+"""Draining: lend no more, wait until all work at hand is in and judged, then end the coordinator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from barnraise.coordinator.core import Core
+from barnraise.coordinator.operator_events import RunPaused, RunResumed
+from barnraise.coordinator.progress import Progress
+from barnraise.coordinator.state import State
+from barnraise.protocol.errors import RefusedError, StorageError
+
+log = logging.getLogger(__name__)
+
+REASON = "draining: the operator ends this coordinator once the work at hand is in"
+USUAL_S = 30 * 60
+LONGEST_S = 3650 * 86_400
+_LOOK_EVERY_S = 0.25
+
+
+def at_hand(state: State) -> int:
+    """How many units are lent or wait for their verdict."""
+    lent = sum(1 for lease in state.leases.values() if not lease.timed_out)
+    blocks = sum(1 for hold in state.blocks.leases.values() if not hold.timed_out)
+    return lent + blocks + len(state.waiting) + len(state.blocks.waiting)
+
+
+@dataclass
+class Drain:
+    """At most one at a time. ``end``: a clean end of this process, as by Ctrl-C."""
+
+    core: Core
+    progress: Progress
+    end: Callable[[], None]
+    _until: float = 0.0
+    _pauses: bool = False  # whether the pause is the draining's own
+    _asked: trio.Event = field(default_factory=trio.Event)
+
+    async def ask(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Command ``drain``: ``seconds``, to wait at most. Asked again, the new time counts.
+
+        The coordinator ends once nothing is at hand, and goes on lending when the time is over
+        first. ``resume`` gives it up. A pause that was there before outlives it.
+
+        Raises:
+            RefusedError: that is no time.
+            StorageError: the disk refused.
+        """
+        seconds, core = args.get("seconds", USUAL_S), self.core
+        if not isinstance(seconds, int) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST_S:
+            raise RefusedError("bad-argument", f"draining waits from 1 s to {LONGEST_S // 86_400} days")
+        if core.state.operations.paused is None:
+            await core.record([RunPaused(by="operator", reason=REASON, at_ms=core.now_ms())])
+            self._pauses = True
+        self._until = trio.current_time() + seconds
+        self.progress.draining_until_ms = core.now_ms() + seconds * 1000
+        self._asked.set()
+        return {"at_hand": at_hand(core.state), "until": self.progress.draining_until_ms}
+
+    async def run(self) -> None:
+        """Drain whenever it is asked for, until cancelled."""
+        while True:
+            await self._asked.wait()
+            while self.core.state.operations.paused is not None and at_hand(self.core.state):
+                if trio.current_time() > self._until:
+                    log.warning("draining: %d units are still at work: going on", at_hand(self.core.state))
+                    await self._over()
+                    break
+                await trio.sleep(_LOOK_EVERY_S)
+            else:
+                drained = self.core.state.operations.paused is not None
+                await self._over()
+                if drained:
+                    log.info("drained")
+                    self.end()
+
+    async def _over(self) -> None:
+        """The next start goes on where this one was, whether it ends now or not."""
+        self.progress.draining_until_ms = None
+        self._asked = trio.Event()
+        mine, self._pauses = self._pauses, False
+        while mine and self.core.state.operations.paused is not None:
+            try:
+                await self.core.record([RunResumed(at_ms=self.core.now_ms())])
+            except StorageError as error:
+                log.error("draining: %s", error)
+                await trio.sleep(_LOOK_EVERY_S)
