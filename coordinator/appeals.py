@@ -17,8 +17,9 @@ import trio
 from barnraise.coordinator.audit import review_events
 from barnraise.coordinator.block_fold import BlockWork
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.state import REMEMBERED_VERSIONS, Node, State, Submission
-from barnraise.coordinator.verify_belt import FIRST_RETRY_S, MAX_ATTEMPTS, unverifiable
+from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, unverifiable
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.envelope import content_id, open_signed
 from barnraise.protocol.errors import BarnraiseError, ChildError, MalformedError, RefusedError, SignatureError
@@ -133,11 +134,15 @@ class AppealBelt:
         await core.record(events)
 
     async def _verify(self, job: VerifyJob) -> Judged:
-        error: ChildError | None = None
-        for attempt in range(MAX_ATTEMPTS):
-            await trio.sleep(FIRST_RETRY_S * (2**attempt - 1))
+        attempts = 0
+        while True:
             try:
                 return (await self.verifier.verify((job,)))[0]
-            except ChildError as caught:
-                error = caught
-        return unverifiable(job, str(error))
+            except WorkerAwayError as error:
+                log.warning("an appeal waits: %s", error)
+                await trio.sleep(LAST_RETRY_S)
+            except ChildError as error:
+                attempts += 1
+                if attempts >= MAX_ATTEMPTS:
+                    return unverifiable(job, str(error))
+                await trio.sleep(FIRST_RETRY_S * (2**attempts - 1))

@@ -40,6 +40,7 @@ from barnraise.coordinator.block_fold import HIDDEN, SETTLED, WITHHELD, BlockWor
 from barnraise.coordinator.block_workers import DELTA_FILE, BlockResult, BlockVerifyJob, unit_folder
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import AppealDecided, Event
+from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, either
 from barnraise.coordinator.workers import Verifier
@@ -261,6 +262,8 @@ class BlockBelt:
             result = await self.verifier.verify_block(job)
             if result.submission_id != job.submission_id:
                 raise ChildError("the verifier answered another submission than it was given")
+        except WorkerAwayError:
+            raise
         except BarnraiseError as error:
             unit.failures += 1
             others_pass = self._successes > 0 or unit.failures >= 2 * MAX_ATTEMPTS

@@ -128,6 +128,11 @@ def complete_versions(run_folder: Path) -> list[int]:
     return sorted(version for version, folder in _versions(run_folder) if (folder / RECORD_FILE).is_file())
 
 
+def version_folders(run_folder: Path) -> list[int]:
+    """Versions that have a folder, whole or not, ascending."""
+    return sorted(version for version, _ in _versions(run_folder))
+
+
 def discard_leftovers(run_folder: Path) -> None:
     """Remove what a killed process left half-written or half-deleted."""
     with contextlib.suppress(OSError):

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import trio
 from msgspec import Struct
 
 from barnraise.coordinator.block_workers import RecombineJob, RoundJob, StageProgress
+from barnraise.coordinator.remote_files import FileReply, FileRequest, NoFiles
 from barnraise.coordinator.workers import LearnerScale, Report, Trained, TrainJob, WorkerSetup
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
 from barnraise.protocol.child_serve import Send, serve
@@ -30,6 +32,8 @@ from barnraise.protocol.log_lines import log_in_child, tell_run
 if TYPE_CHECKING:
     from barnraise.coordinator.learner_launch import Others
     from barnraise.coordinator.learner_shards import Processes
+    from barnraise.coordinator.remote import Elsewhere
+    from barnraise.coordinator.remote_files import FileHost
     from barnraise.coordinator.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -69,14 +73,20 @@ class ChildLearner:
     """The learner seam over a child, which is started when first needed and after it died."""
 
     def __init__(
-        self, setup: WorkerSetup, log_path: Path | None = None, scale: LearnerScale | None = None
+        self,
+        setup: WorkerSetup,
+        log_path: Path | None = None,
+        scale: LearnerScale | None = None,
+        at: Elsewhere | None = None,
     ) -> None:
         """Nothing is started yet.
 
         Args:
             log_path: file to which the child's messages are appended; None shares ours.
             scale: over how many processes; one by default.
+            at: where it runs, if not on this machine.
         """
+        self._at = at
         self._scale = scale or LearnerScale()
         self.on_progress: Report = lambda subject, fraction: None
         self._setup = setup
@@ -115,10 +125,18 @@ class ChildLearner:
 
     async def _request(self, request: InitialJob | TrainJob | RoundJob | RecombineJob) -> Trained:
         async with self._lock:
+            if self._at is not None:
+                made = self._at.made(0 if isinstance(request, InitialJob) else request.version)
+                if made is not None:
+                    return made
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     child = await self._started()
-                    return await child.request(request, Trained, self._note, events=StageProgress)
+                    if self._at is None:
+                        return await child.request(request, Trained, self._note, events=StageProgress)
+                    await self._at.send_for(child, None if isinstance(request, InitialJob) else request)
+                    trained = await child.request(request, Trained, self._note, events=StageProgress)
+                    return await self._at.bring(child, trained)
                 except ChildError as error:
                     refused = isinstance(error, _SetUpRefused) or self.pid is not None
                     if refused or self._closed or attempt == ATTEMPTS:
@@ -149,16 +167,20 @@ class ChildLearner:
         if self._scale.devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._scale.devices
         torchrun = ("torch.distributed.run", *self._scale.torchrun, "-m") if self._scale.torchrun else ()
+        here = (sys.executable, "-m", *torchrun, "barnraise.coordinator.learner_child")
         child = await Child.start(
-            [sys.executable, "-m", *torchrun, "barnraise.coordinator.learner_child"],
+            here if self._at is None else self._at.argv,
             name="learner",
             log=self._log,
             env=environment,
         )
         try:
+            if self._at is not None:
+                self._at.on_progress = self.on_progress
+                await self._at.meet(child)
             await child.request(
                 SetUp(
-                    worker=self._setup,
+                    worker=self._setup if self._at is None else self._at.setup,
                     micro_batch_bytes=self._micro_batch_bytes,
                     processes=self._scale.processes,
                     recompute=self._scale.recompute,
@@ -175,8 +197,8 @@ class ChildLearner:
         return child
 
 
-def main() -> None:
-    """The child's main thread."""
+def main(host: FileHost | NoFiles = NoFiles(), threads: int = 0) -> None:
+    """The child's main thread; arguments as those of ``verifier_child.main``."""
     rank = os.environ.get("RANK", "0")
     log_in_child("learner" if rank == "0" else f"learner {rank}")
     if rank != "0":
@@ -185,8 +207,12 @@ def main() -> None:
     processes: Processes | None = None
     others: Others | None = None
 
-    def handle(request: Requests, send: Send) -> Ready | Trained:
+    def handle(request: Requests | FileRequest, send: Send) -> Ready | Trained | FileReply:
         nonlocal workshop, processes, others
+        if isinstance(request, FileRequest):
+            return host.handle(request)
+        if isinstance(request, SetUp):
+            request = msgspec.structs.replace(request, worker=host.here(request.worker, threads))
         import torch
 
         if isinstance(request, SetUp):
@@ -213,7 +239,7 @@ def main() -> None:
         workshop.on_progress = _sparing(send)
         return workshop.initial() if isinstance(request, InitialJob) else workshop.make(request)
 
-    serve(handle, Requests)
+    serve(handle, Requests | FileRequest)
 
 
 def _together(

@@ -46,7 +46,7 @@ def run_from_folder(
     *,
     listen: Sequence[str] = DEFAULT_LISTEN,
     threads: int = 1,
-    verifiers: int = 1,
+    verifiers: int | None = None,
     mirrors: Sequence[str] = (),
     upload_copies: float = 0.0,
     relay_bytes_s: float = 0.0,
@@ -64,8 +64,9 @@ def run_from_folder(
 
     ``out`` is told short lines for a person: the address to join, who comes and
     goes, each published version. ``RUN/coordinator.log`` gets everything but units' stories, which
-    are in ``RUN/units.log``, both as ``barnraise.protocol.log_lines`` says. ``verifiers`` is the number of verifier children, each with ``threads``
-    threads; 0 means as many as the machine's accelerators, or cores, can feed.
+    are in ``RUN/units.log``, both as ``barnraise.protocol.log_lines`` says. ``verifiers`` is the
+    number of verifier children, each with ``threads`` threads; 0 means as many as the machine's
+    accelerators, or cores, can feed; None: one, or none where ``spread`` has some on other machines.
     ``mirrors`` are named in manifests (``barnraise.protocol.mirrors``),
     ``upload_copies`` limits the upload (``barnraise.coordinator.origin``), ``relay_bytes_s``
     is what the relay may carry (``run_coordinator``). ``verify_all``: everything is verified in
@@ -130,7 +131,7 @@ async def _serve(
     run: Run,
     listen: Sequence[str],
     threads: int,
-    verifiers: int,
+    verifiers: int | None,
     spread: Spread,
     http: Bind | None,
     *,
@@ -145,8 +146,10 @@ async def _serve(
     floor: Floor | None,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
+    from barnraise.coordinator.remote import Elsewhere
 
     setup = WorkerSetup(spec=run.spec, run_id=run.run_id, folder=str(run.path.resolve()), threads=threads)
+    learner_at = Elsewhere(spread.learner_at, "learner", setup) if spread.learner_at else None
     async with open_libp2p(run.identity, listen) as network:
         async with trio.open_nursery() as nursery:
             listeners = None if http is None else open_listeners(http)
@@ -154,8 +157,8 @@ async def _serve(
                 run_coordinator,
                 run,
                 network,
-                verifiers_of(setup, run.path / "verifier.log", verifiers, spread.verifier_devices),
-                ChildLearner(setup, run.path / "learner.log", spread.learner),
+                verifiers_of(setup, run.path / "verifier.log", verifiers, spread),
+                ChildLearner(setup, run.path / "learner.log", spread.learner, learner_at),
                 http=listeners,
                 admin=admin,
                 mirrors=mirrors,
@@ -177,15 +180,27 @@ async def _serve(
                 log.info("page: %s", url)
 
 
-def verifiers_of(setup: WorkerSetup, log_path: Path, count: int, chosen: tuple[str, ...]) -> VerifierPool:
-    """A pool of children, spread over the ``chosen`` devices, or all if there are any. All share one log."""
+def verifiers_of(setup: WorkerSetup, log_path: Path, count: int | None, spread: Spread) -> VerifierPool:
+    """A pool of children, over the chosen devices or all, and of those elsewhere. All share one log.
+
+    ``count`` of them here; 0 for as many as this machine can feed; None: one, but if there are
+    others elsewhere, none.
+    """
+    from barnraise.coordinator.remote import Elsewhere
     from barnraise.coordinator.verifier_child import ChildVerifier
 
-    devices = chosen or visible_accelerators() or ("",)
-    count = count or (len(chosen) if chosen else automatic_verifiers(setup.threads))
-    return VerifierPool(
-        [ChildVerifier(setup, log_path, devices[number % len(devices)]) for number in range(count)]
-    )
+    far = [
+        ChildVerifier(setup, log_path, at=Elsewhere(command, "verifier", setup))
+        for command in spread.verifiers_at
+    ]
+    if count is None:
+        count = 0 if far else 1
+    elif count == 0:
+        chosen = spread.verifier_devices
+        count = len(chosen) if chosen else automatic_verifiers(setup.threads)
+    devices = spread.verifier_devices or visible_accelerators() or ("",)
+    near = [ChildVerifier(setup, log_path, devices[number % len(devices)]) for number in range(count)]
+    return VerifierPool([*far, *near])
 
 
 def _end_in_any_case() -> None:

@@ -29,6 +29,10 @@ class StalledError(ChildError):
     """A child took far longer than its work can, and was ended."""
 
 
+class WorkerAwayError(ChildError):
+    """A worker on another machine cannot be reached or started: no job's fault."""
+
+
 class Patience:
     """Learns what a token usually takes, and allows a batch a multiple of that.
 

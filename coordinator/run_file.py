@@ -38,6 +38,7 @@ MOST_BYTES = 256 * 1024
 _NEAR = 3
 
 Devices = Annotated[str, Meta(max_length=200)]
+Command = Annotated[str, Meta(max_length=1000)]
 Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
@@ -67,11 +68,13 @@ class Serve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     no_http: bool = False
     admin: Literal["local", "proxy", "clear", "off"] = "local"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 1
-    verifiers: Annotated[str, Meta(max_length=8)] = "1"
+    verifiers: Annotated[str, Meta(max_length=8)] = ""
     verify_all: bool = False
     verifier_devices: Devices = ""
+    verifier_at: Annotated[tuple[Command, ...], Meta(max_length=64)] = ()
     learner_processes: Annotated[str, Meta(max_length=8)] = "1"
     learner_devices: Devices = ""
+    learner_at: Command = ""
     learner_recompute: bool = False
     learner_torchrun: Annotated[str, Meta(max_length=2000)] = ""
     mirrors: Annotated[tuple[str, ...], Meta(max_length=8)] = ()

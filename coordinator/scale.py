@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -13,10 +14,16 @@ MAX_LEARNERS = 4096
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """What ``run_from_folder`` starts: the learner, and the devices that verifiers take in turn."""
+    """What ``run_from_folder`` starts: the learner, and the devices that verifiers take in turn.
+
+    ``verifiers_at``: a command each for verifiers on other machines (``barnraise worker``); ``learner_at``:
+    one for the learner. Empty: here.
+    """
 
     learner: LearnerScale = LearnerScale()
     verifier_devices: tuple[str, ...] = ()  # empty: all that this process may use
+    verifiers_at: tuple[tuple[str, ...], ...] = ()
+    learner_at: tuple[str, ...] = ()
 
 
 def read_spread(
@@ -25,6 +32,8 @@ def read_spread(
     learner_devices: str = "",
     verifier_devices: str = "",
     torchrun: str = "",
+    verifiers_at: Sequence[str] = (),
+    learner_at: str = "",
 ) -> Spread:
     """From the options of ``barnraise coordinator run``.
 
@@ -32,12 +41,20 @@ def read_spread(
         processes: a number, or ``"auto"``: one per device of the learner, one without any.
         learner_devices, verifier_devices: CUDA device numbers or ids, comma-separated; empty for all.
         torchrun: its options, as in a shell.
+        verifiers_at, learner_at: commands that start ``barnraise worker`` elsewhere, as in a shell.
 
     Raises:
         ValueError: the text says what is wanted.
     """
     own, theirs = _devices(learner_devices), _devices(verifier_devices)
+    if learner_at and (torchrun or own):
+        raise ValueError(
+            "--learner-at starts the learner by a command of its own: name GPUs in it (barnraise worker "
+            "--gpu 0), and leave out --learner-torchrun and --learner-devices"
+        )
     if processes == "auto":
+        if learner_at:
+            raise ValueError("with --learner-at give the number of learner processes there, not auto")
         if torchrun:
             raise ValueError("with --learner-torchrun give the number of all learner processes, not auto")
         count = max(1, len(own or visible_accelerators()))
@@ -57,7 +74,22 @@ def read_spread(
         devices=",".join(own),
         torchrun=tuple(shlex.split(torchrun)),
     )
-    return Spread(learner=scale, verifier_devices=theirs)
+    return Spread(
+        learner=scale,
+        verifier_devices=theirs,
+        verifiers_at=tuple(_command(text, "--verifier-at") for text in verifiers_at),
+        learner_at=_command(learner_at, "--learner-at") if learner_at else (),
+    )
+
+
+def _command(text: str, option: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} cannot be read as a command: {error}") from error
+    if not words:
+        raise ValueError(f"{option} needs a command, such as 'ssh gpu-box barnraise worker'")
+    return words
 
 
 def _devices(text: str) -> tuple[str, ...]:

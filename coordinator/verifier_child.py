@@ -15,7 +15,15 @@ import trio
 from msgspec import Struct
 
 from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob
-from barnraise.coordinator.patience import FLOOR_S, Patience, StalledError, block_allowance, stalled
+from barnraise.coordinator.patience import (
+    FLOOR_S,
+    Patience,
+    StalledError,
+    WorkerAwayError,
+    block_allowance,
+    stalled,
+)
+from barnraise.coordinator.remote_files import FileReply, FileRequest, NoFiles
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.child import Child
 from barnraise.protocol.child_serve import Send, serve
@@ -25,6 +33,8 @@ from barnraise.protocol.unit_context import about
 
 if TYPE_CHECKING:
     from barnraise.coordinator.block_judge import BlockJudge
+    from barnraise.coordinator.remote import Elsewhere
+    from barnraise.coordinator.remote_files import FileHost
     from barnraise.coordinator.verifier import Judge
 
 Reply = TypeVar("Reply", bound=Struct)
@@ -54,14 +64,22 @@ class ChildVerifier:
     slots = 1
     program: tuple[str, ...] = (sys.executable, "-m", "barnraise.coordinator.verifier_child")
 
-    def __init__(self, setup: WorkerSetup, log_path: Path | None = None, accelerator: str = "") -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        log_path: Path | None = None,
+        accelerator: str = "",
+        at: Elsewhere | None = None,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             log_path: file to which the child's messages are appended; None shares ours.
             accelerator: the one CUDA device that the child may see; empty leaves it all.
+            at: where it runs, if not on this machine.
         """
         self.accelerator = accelerator
+        self._at = at
         self._setup = setup
         self._log = log_path
         self._child: Child | None = None
@@ -78,6 +96,7 @@ class ChildVerifier:
 
         Raises:
             StalledError: it took far longer than these jobs can take, and was ended.
+            WorkerAwayError: it runs elsewhere, and cannot be reached.
             ChildError: the verifier died again, could not be started, or could not load a version.
         """
         return (await self._ask(VerifyBatch(jobs=jobs), VerifyResults)).results
@@ -111,6 +130,8 @@ class ChildVerifier:
     async def _request(self, request: VerifyBatch | BlockVerifyJob, reply: type[Reply]) -> Reply:
         """Ask once; a child that is at a batch or a unit for far too long is ended."""
         child = await self._started()
+        if self._at is not None:
+            await self._at.send_for(child, request if isinstance(request, BlockVerifyJob) else request.jobs)
         if isinstance(request, BlockVerifyJob):
             allowed = block_allowance(self._setup.spec, request.segments)
             with trio.move_on_after(allowed):
@@ -137,16 +158,23 @@ class ChildVerifier:
         }
         if self.accelerator:
             environment["CUDA_VISIBLE_DEVICES"] = self.accelerator
-        child = await Child.start(
-            self.program,
-            name="verifier",
-            log=self._log,
-            env=environment,
-        )
+        try:
+            child = await Child.start(
+                self.program if self._at is None else self._at.argv,
+                name="verifier",
+                log=self._log,
+                env=environment,
+            )
+        except ChildError as error:
+            if self._at is None:
+                raise
+            raise WorkerAwayError(str(error)) from error
         self._child = child
         try:
+            if self._at is not None:
+                await self._at.meet(child)
             with trio.move_on_after(FLOOR_S):
-                await child.request(self._setup, Ready)
+                await child.request(self._setup if self._at is None else self._at.setup, Ready)
                 return child
             raise StalledError(
                 f"the verifier was not ready within {FLOOR_S / 60:.0f} minutes of its start and was stopped: "
@@ -159,17 +187,26 @@ class ChildVerifier:
             raise
 
 
-def main() -> None:
-    """The child's main thread."""
+def main(host: FileHost | NoFiles = NoFiles(), threads: int = 0) -> None:
+    """The child's main thread.
+
+    Args:
+        host: the run folder's stand-in, on another machine than the coordinator's.
+        threads: overrides the coordinator's word; 0: does not.
+    """
     log_in_child("verifier")
     setup: WorkerSetup | None = None
     judge: Judge | None = None
     blocks: BlockJudge | None = None
 
     def handle(
-        request: WorkerSetup | VerifyBatch | BlockVerifyJob, send: Send
-    ) -> Ready | VerifyResults | BlockResult:
+        request: WorkerSetup | VerifyBatch | BlockVerifyJob | FileRequest, send: Send
+    ) -> Ready | VerifyResults | BlockResult | FileReply:
         nonlocal setup, judge, blocks
+        if isinstance(request, FileRequest):
+            return host.handle(request)
+        if isinstance(request, WorkerSetup):
+            request = host.here(request, threads)
         import torch
 
         from barnraise.coordinator.block_judge import BlockJudge
@@ -189,7 +226,7 @@ def main() -> None:
         blocks = None  # memory: once there are rollouts, units are late ones at most
         return VerifyResults(results=judge.judge(request.jobs, send.cancelled))
 
-    serve(handle, WorkerSetup | VerifyBatch | BlockVerifyJob)
+    serve(handle, WorkerSetup | VerifyBatch | BlockVerifyJob | FileRequest)
 
 
 if __name__ == "__main__":

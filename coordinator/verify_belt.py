@@ -17,6 +17,7 @@ from barnraise.coordinator import unit_lines
 from barnraise.coordinator.audit import Pressure, is_audited, pressed, verdict_events
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import SubmissionJudged
+from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.errors import BarnraiseError, ChildError
@@ -168,7 +169,10 @@ class VerifyBelt:
             results = await self.verifier.verify(jobs)
             _check_results(jobs, results)
         except ChildError as error:
-            given_up = [unverifiable(job, str(error)) for job in jobs if self._put_job_off(job, len(jobs))]
+            away = isinstance(error, WorkerAwayError)
+            given_up = [
+                unverifiable(job, str(error)) for job in jobs if self._put_job_off(job, len(jobs), away)
+            ]
             if given_up:
                 return tuple(given_up)
             raise
@@ -176,16 +180,16 @@ class VerifyBelt:
         self.progress.verifier_trouble = ""
         return results
 
-    def _put_job_off(self, job: VerifyJob, batch: int) -> bool:
+    def _put_job_off(self, job: VerifyJob, batch: int, away: bool) -> bool:
         """Note a failure; true if the fault is the job's: alone, again and again, while others succeed."""
         failed = self._put_off.pop(job.submission_id, None) or _Failed(self._successes)
-        failed.times += 1 if batch == 1 else 0
+        failed.times += 1 if batch == 1 and not away else 0
         failed.retry_at = trio.current_time() + min(FIRST_RETRY_S * 2**failed.times, LAST_RETRY_S)
         self._put_off[job.submission_id] = failed
         with about(job.lease, job.submission_id):
             text = "the verifier failed with it among %d; tried alone %d times, again in %.0f s"
             story.info(text, batch, failed.times, failed.retry_at - trio.current_time())
-        return failed.times >= MAX_ATTEMPTS and self._successes > failed.successes_before
+        return not away and failed.times >= MAX_ATTEMPTS and self._successes > failed.successes_before
 
     async def _record(self, jobs: tuple[VerifyJob, ...], results: tuple[Judged, ...]) -> None:
         core, now = self.core, self.core.now_ms()

@@ -153,7 +153,7 @@ def test_learner_and_verifiers_can_be_given_devices_of_their_own(tmp_path: Path)
     assert (spread.learner.processes, spread.learner.devices) == (2, "0,1")
     setup = make_run(tmp_path)
     for count, expected in ((0, ["2", "3"]), (3, ["2", "3", "2"])):
-        pool = verifiers_of(setup, tmp_path / "log", count, spread.verifier_devices)
+        pool = verifiers_of(setup, tmp_path / "log", count, spread)
         assert [member.accelerator for member in pool.members] == expected  # type: ignore[attr-defined]
 
 

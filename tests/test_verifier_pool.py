@@ -12,6 +12,7 @@ import trio
 import trio.testing
 from coordinator_support import Coordinator, FakeVerifier, ScriptedNode, coordinating, make_run, node
 
+from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.submissions import GRACE_MS, TurnedAway
 from barnraise.coordinator.verifier_pool import VerifierPool, automatic_verifiers, visible_accelerators
 from barnraise.coordinator.workers import Judged, VerifyJob
@@ -223,3 +224,44 @@ def test_a_lease_that_was_turned_away_is_honoured_for_a_while_and_then_forgotten
     assert not turned.waits(b"a", 1_000 + GRACE_MS)
     turned.forget_all_but({b"b"})
     assert not turned.waits(b"a", 1_001)
+
+
+@dataclass
+class Away(FakeVerifier):
+    """On another machine, which cannot be reached until ``back_at``."""
+
+    back_at: float = 0.0
+    asked: int = 0
+
+    async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
+        self.asked += 1
+        if trio.current_time() < self.back_at:
+            raise WorkerAwayError("gpu-box does not answer")
+        return await super().verify(jobs)
+
+
+async def test_a_machine_that_is_away_for_an_hour_costs_nobody_a_verdict(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    gone = Away(back_at=3600.0)
+    async with stage(tmp_path, VerifierPool([FakeVerifier(delay_s=30.0), gone]), nodes=4) as (
+        coordinator,
+        nodes,
+    ):
+        for _ in range(4):
+            for each in nodes:
+                await each.submit(each.signed_work(await each.lease()))
+        with trio.fail_after(600):
+            await until(lambda: coordinator.state()["accepted"] == 16)
+    assert 1 < gone.asked < 20  # tried again, and not at every batch
+
+
+async def test_where_all_are_away_work_waits_and_is_judged_when_one_is_back(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    gone = Away(back_at=500.0)
+    async with stage(tmp_path, VerifierPool([gone]), nodes=3) as (coordinator, nodes):
+        for each in nodes:
+            await each.submit(each.signed_work(await each.lease()))
+        await until(lambda: coordinator.state()["accepted"] == 3)
+    assert gone.asked < 200

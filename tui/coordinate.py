@@ -42,10 +42,11 @@ def run(
         1, "--threads", metavar="N", min=1, max=1024, help="Threads each for every verifier and the learner."
     ),
     verifiers: str = typer.Option(
-        "1",
+        "",
         "--verifiers",
         metavar="N|auto",
-        help="Verifier processes, each with the model in memory; auto: one per GPU, else by cores.",
+        help="Verifier processes here, each with the model in memory; auto: one per GPU, else by cores. "
+        "[default: 1, or none with --verifier-at]",
     ),
     mirror: list[str] = typer.Option(
         [],
@@ -114,6 +115,16 @@ def run(
     verifier_devices: str = typer.Option(
         "", "--verifier-devices", metavar="2,3", help="GPUs for verifiers, in turn. [default: all]"
     ),
+    verifier_at: list[str] = typer.Option(
+        [],
+        "--verifier-at",
+        metavar="COMMAND",
+        help="A verifier on another machine: what starts it, such as 'ssh gpu-box barnraise worker'; "
+        "may be repeated.",
+    ),
+    learner_at: str = typer.Option(
+        "", "--learner-at", metavar="COMMAND", help="The learner on another machine, in the same way."
+    ),
     torchrun: str = typer.Option(
         "",
         "--learner-torchrun",
@@ -161,7 +172,15 @@ def run(
         except MalformedError as error:
             raise typer.BadParameter(str(error), param_hint="--mirror") from error
     try:
-        spread = read_spread(learners, recompute, learner_devices, verifier_devices, torchrun)
+        spread = read_spread(
+            learners,
+            recompute,
+            learner_devices,
+            verifier_devices,
+            torchrun,
+            verifiers_at=values["verifier_at"],
+            learner_at=values["learner_at"],
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--learner-processes") from error
     try:
@@ -207,10 +226,12 @@ def served(context: typer.Context, serve: Serve) -> dict[str, Any]:
     return found
 
 
-def _verifier_count(text: str) -> int:
-    """``--verifiers`` as a number; 0 stands for auto."""
+def _verifier_count(text: str) -> int | None:
+    """``--verifiers`` as a number; 0 stands for auto, None for nothing said."""
     from barnraise.coordinator.verifier_pool import MAX_VERIFIERS
 
+    if not text:
+        return None
     if text == "auto":
         return 0
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_VERIFIERS):
@@ -299,7 +320,7 @@ def unban(
     if as_json:
         emit_json(reply)
     else:
-        typer.echo(f"{reply['name']} ({reply['node']}) gets work again")
+        typer.echo(f"{reply['name']} ({reply['node']}) is not banned")
 
 
 def command(folder: Path, name: str, **arguments: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from barnraise.tui import (
     steer,
     stores,
     swarm,
+    worker,
 )
 from barnraise.tui.console import examples
 
@@ -57,8 +58,8 @@ app = typer.Typer(
 )
 oversee.register(coordinate.app)
 stores.register(coordinate.app)
-app.add_typer(runs.app, name="run")
 coordinator_logs.register(coordinate.app)
+app.add_typer(runs.app, name="run")
 app.add_typer(coordinate.app, name="coordinator")
 app.add_typer(admit.app, name="admit")
 app.add_typer(ledger.app, name="ledger")
@@ -76,6 +77,7 @@ app.command("appeal", epilog=appeal.EXAMPLES)(appeal.appeal)
 app.command("swarm", epilog=swarm.EXAMPLES)(swarm.swarm)
 for _verb in ("pause", "resume", "finish", "leave"):
     app.command(_verb, epilog=getattr(steer, f"{_verb.upper()}_EXAMPLES"))(getattr(steer, _verb))
+app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
