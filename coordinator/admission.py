@@ -10,6 +10,7 @@ import secrets
 from typing import Any
 
 from barnraise.coordinator.amending import amend
+from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.bans import find_node
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event
@@ -24,7 +25,7 @@ from barnraise.coordinator.operator_fold import ALLOWED_KEPT, INVITES_KEPT
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RefusedError
 from barnraise.protocol.identity import peer_id_of, public_key_of
-from barnraise.protocol.invites import Invite, invite_text
+from barnraise.protocol.invites import PREFIX, Invite, invite_text, read_invite
 from barnraise.protocol.messages import Signed
 from barnraise.protocol.wire import printable
 
@@ -82,10 +83,12 @@ async def take_invite(core: Core, key: bytes, signed: Signed) -> None:
     known, now = core.state.operations.invites.get(invite.invite), core.now_ms()
     if invite.run_id != core.run_id:
         why = "it is for another run"
-    elif known is None:
-        why = "it was revoked"
-    elif known.expires_at < now:
+    elif key in core.state.operations.taken_off:
+        why = "the operator took this key off the list"
+    elif invite.expires_at < now:
         why = "its time is over"
+    elif known is None:
+        why = "it was revoked, or is used up"
     elif known.left < 1:
         why = f"it was good for {known.uses} and is used up"
     elif len(core.state.operations.allowed) >= ALLOWED_KEPT:
@@ -132,15 +135,21 @@ async def make_invite(core: Core, args: dict[str, Any]) -> dict[str, Any]:
 
 
 async def revoke_invite(core: Core, args: dict[str, Any]) -> dict[str, Any]:
-    """Command ``revoke-invite``: ``id``, or how it begins; what is not in force is no error.
+    """Command ``revoke-invite``: ``id``, or how it begins, or the invite itself; not in force is no error.
 
     Raises:
-        RefusedError: no id, or several begin so.
+        RefusedError: no id, a damaged invite, or several begin so.
         StorageError: the disk refused.
     """
     begins = args.get("id")
     if not isinstance(begins, str) or not begins:
         raise RefusedError("bad-argument", "revoke which invite? `admit list` shows their ids")
+    begins = begins.strip()
+    if begins.startswith(PREFIX):
+        try:
+            begins = read_invite(begins)[0].invite.hex()
+        except MalformedError as error:
+            raise RefusedError("bad-argument", str(error)) from None
     found = [key for key in core.state.operations.invites if key.hex().startswith(begins.lower())]
     if len(found) > 1:
         raise RefusedError("ambiguous", f"{len(found)} invites begin with {printable(begins, 32)}")
@@ -167,6 +176,8 @@ async def allow(core: Core, args: dict[str, Any]) -> dict[str, Any]:
 async def disallow(core: Core, args: dict[str, Any]) -> dict[str, Any]:
     """Command ``disallow``: ``nodes``, as for ``allow``. Their leases are honoured, they get no more.
 
+    No invite brings them back, only ``allow``.
+
     Raises:
         RefusedError: a key that is none.
         StorageError: the disk refused.
@@ -177,7 +188,7 @@ async def disallow(core: Core, args: dict[str, Any]) -> dict[str, Any]:
 
 
 async def admitted(core: Core, args: dict[str, Any]) -> dict[str, Any]:
-    """Command ``admitted``: the mode, the list, the invites in force. Takes no arguments."""
+    """Command ``admitted``: the mode, the list, invites and bans in force. Takes no arguments."""
     if args:
         raise RefusedError("bad-argument", "admitted takes no arguments")
     state, now = core.state, core.now_ms()
@@ -202,6 +213,16 @@ async def admitted(core: Core, args: dict[str, Any]) -> dict[str, Any]:
             }
             for item in state.operations.invites.values()
             if item.expires_at >= now and item.left
+        ],
+        "banned": [
+            {
+                "node": peer_id_of(node.key),
+                "name": node.name,
+                "until": node.banned_until,
+                "reason": node.ban_reason,
+            }
+            for node in state.nodes.values()
+            if is_banned(node, now)
         ],
         "not_on_the_list": sum(1 for key in state.nodes if key not in state.operations.allowed),
     }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import BanLifted, NodeBanned
 from barnraise.coordinator.state import Node, State
-from barnraise.protocol.errors import RefusedError
-from barnraise.protocol.identity import fingerprint, peer_id_of
+from barnraise.protocol.errors import MalformedError, RefusedError
+from barnraise.protocol.identity import fingerprint, peer_id_of, public_key_of
 from barnraise.protocol.wire import printable
 
 LONGEST_S = 3650 * 86_400
@@ -20,11 +21,16 @@ _LEAST_DIGITS = 4
 def find_node(state: State, text: str) -> Node:
     """The one node meant by a peer id (or its end), a key (hex, or its start) or a name.
 
+    A whole peer id or key means its node, whatever others call themselves.
+
     Raises:
         RefusedError: ``unknown-node``, or ``ambiguous-node`` where several fit.
     """
     wanted = text.strip().removeprefix("..")
     digits = wanted.replace(" ", "").lower()
+    whole = state.nodes.get(_whole_key(wanted))
+    if whole is not None:
+        return whole
     found = [
         node
         for node in state.nodes.values()
@@ -47,6 +53,14 @@ def find_node(state: State, text: str) -> Node:
             "ambiguous-node", f"{len(found)} nodes are meant by {shown}: {some}; give a peer id"
         )
     return found[0]
+
+
+def _whole_key(text: str) -> bytes:
+    with suppress(MalformedError):
+        return public_key_of(text)
+    with suppress(ValueError):
+        return bytes.fromhex(text)
+    return b""
 
 
 async def ban(core: Core, args: dict[str, Any]) -> dict[str, Any]:
@@ -75,18 +89,17 @@ async def ban(core: Core, args: dict[str, Any]) -> dict[str, Any]:
 
 
 async def unban(core: Core, args: dict[str, Any]) -> dict[str, Any]:
-    """Command ``unban``: ``node``, ``reason`` (text). A ban of either kind ends now.
+    """Command ``unban``: ``node``, ``reason`` (text). A ban of either kind ends now; where none is, nothing.
 
     Raises:
-        RefusedError: no such node, it is not banned, or an argument makes no sense.
+        RefusedError: no such node, or an argument makes no sense.
         StorageError: the disk refused.
     """
     name, reason = args.get("node"), args.get("reason", "")
     if not isinstance(name, str) or not isinstance(reason, str):
         raise RefusedError("bad-argument", "unban needs a node")
     node, now = find_node(core.state, name), core.now_ms()
-    if not is_banned(node, now):
-        raise RefusedError("not-banned", f"{printable(node.name, 64)} ({peer_id_of(node.key)}) is not banned")
-    text = printable(reason.strip(), MOST_REASON) or "no reason given"
-    await core.record([BanLifted(node=node.key, reason=f"by the operator: {text}", at_ms=now)])
+    if is_banned(node, now):
+        text = printable(reason.strip(), MOST_REASON) or "no reason given"
+        await core.record([BanLifted(node=node.key, reason=f"by the operator: {text}", at_ms=now)])
     return {"node": peer_id_of(node.key), "name": node.name, "until": 0}

@@ -54,6 +54,7 @@ class Operations:
     amendments: list[SettingsAmended] = field(default_factory=list)
     invites: dict[bytes, Invite] = field(default_factory=dict)
     allowed: dict[bytes, str] = field(default_factory=dict)  # key -> note
+    taken_off: dict[bytes, None] = field(default_factory=dict)  # no invite brings them back; oldest first
     alarms: dict[str, AlarmRaised] = field(default_factory=dict)  # in force, by kind
     paused: RunPaused | None = None
     rollback: RollbackOrdered | None = None  # ordered, its version not trained yet
@@ -97,6 +98,9 @@ def apply_operator(state: State, event: OperatorEvent) -> None:
         case NodeDisallowed():
             if mine.allowed.pop(event.node, None) is None:
                 raise EventError("the key is not on the list")
+            mine.taken_off[event.node] = None
+            if len(mine.taken_off) > ALLOWED_KEPT:
+                del mine.taken_off[next(iter(mine.taken_off))]
         case AlarmRaised():
             mine.alarms[event.kind] = event
         case AlarmCleared():
@@ -128,6 +132,7 @@ def _allow(mine: Operations, node: bytes, note: str) -> None:
     if node not in mine.allowed and len(mine.allowed) >= ALLOWED_KEPT:
         raise EventError(f"there are {ALLOWED_KEPT} keys on the list already: take some off")
     mine.allowed[node] = note
+    mine.taken_off.pop(node, None)
 
 
 def _roll_back(state: State, event: RollbackOrdered) -> None:

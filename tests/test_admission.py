@@ -83,6 +83,36 @@ async def test_an_invite_that_does_not_count_lets_nobody_in(tmp_path, autojump_c
         assert core.state.operations.allowed == {}
 
 
+async def test_whoever_is_taken_off_the_list_comes_back_by_no_invite(tmp_path, autojump_clock):
+    async with closed_run(tmp_path) as (swarm, coordinator, core):
+        made, more = [await make_invite(core, {"uses": 9, "seconds": 60}) for _ in range(2)]
+        async with node(swarm, coordinator, b"a", join=False) as ann:
+            await present(ann, made["invite"])
+            await disallow(core, {"nodes": [ann.identity.peer_id]})
+            for invite in (made, more):
+                with pytest.raises(RefusedError, match="took this key off"):
+                    await present(ann, invite["invite"])
+            await allow(core, {"nodes": [ann.identity.peer_id]})
+            await ann.join()
+        assert [invite["left"] for invite in (await admitted(core, {}))["invites"]] == [8, 9]
+
+
+async def test_an_invite_is_taken_back_by_showing_it_and_one_that_is_over_is_called_so(
+    tmp_path, autojump_clock
+):
+    async with closed_run(tmp_path) as (swarm, coordinator, core):
+        made, over = [await make_invite(core, {"uses": 1, "seconds": seconds}) for seconds in (60, 5)]
+        with pytest.raises(RefusedError, match="damaged"):
+            await revoke_invite(core, {"id": made["invite"][:-1]})
+        assert (await revoke_invite(core, {"id": made["invite"]}))["revoked"] == [made["id"]]
+        await trio.sleep(6)
+        await make_invite(core, {"uses": 1, "seconds": 60})  # forgets what is over
+        async with node(swarm, coordinator, b"a", join=False) as ann:
+            for invite, why in ((made, "revoked"), (over, "time is over")):
+                with pytest.raises(RefusedError, match=why):
+                    await present(ann, invite["invite"])
+
+
 async def test_a_run_that_closes_its_doors_keeps_its_list_and_gives_others_no_work(tmp_path, autojump_clock):
     swarm = MemorySwarm(latency_s=0.01)
     async with coordinating(swarm, make_run(tmp_path)) as coordinator:

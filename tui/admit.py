@@ -97,7 +97,9 @@ def invite(
 @app.command(short_help="Take an invite back.", epilog=examples("admit revoke ./my-run 3fa9"))
 def revoke(
     folder: Path = FOLDER,
-    identifier: str = typer.Argument(..., metavar="ID", help="Its id, or how it begins (see 'list')."),
+    identifier: str = typer.Argument(
+        ..., metavar="ID", help="Its id, or how it begins (see 'list'); or the word."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Let nobody more in by an invite. Whoever came by it stays: see 'disallow'."""
@@ -128,7 +130,7 @@ def disallow(folder: Path = FOLDER, nodes: list[str] = NODES, as_json: bool = JS
 
 @app.command("list", short_help="Show who may join.", epilog=examples("admit list ./my-run --json"))
 def show(folder: Path = FOLDER, as_json: bool = JSON) -> None:
-    """Show the mode, the list and the invites in force."""
+    """Show the mode, the list, and the invites and bans in force."""
     reply = command(folder, "admitted")
     if as_json:
         emit_json(reply)
@@ -139,6 +141,10 @@ def show(folder: Path = FOLDER, as_json: bool = JSON) -> None:
     for item in reply["invites"]:
         left = f"{item['left']} of {item['uses']} left"
         typer.echo(f"  invite {item['id'][:12]}  {left}, until {_moment(item['expires_at'])}  {item['note']}")
+    for item in reply["banned"]:
+        typer.echo(
+            f"  banned {item['node']}  {item['name']}  until {_moment(item['until'])}  {item['reason']}"
+        )
     if reply["admission"] != "open" and reply["not_on_the_list"]:
         typer.echo(
             f"{reply['not_on_the_list']} nodes that were here before are not on the list: no work for them"

@@ -196,10 +196,18 @@ class InviteInForce(Struct, frozen=True, kw_only=True):
     note: str
 
 
+class Banned(Struct, frozen=True, kw_only=True):
+    node: str
+    name: str
+    until: Moment
+    reason: str
+
+
 class Admitted(Struct, frozen=True, kw_only=True):
     admission: Literal["open", "invite", "allow"]
     allowed: list[OnTheList]
     invites: list[InviteInForce]
+    banned: list[Banned]
     not_on_the_list: int
 
 
