@@ -28,6 +28,7 @@ from barnraise.coordinator.rollout_fates import Fate, Story
 from barnraise.coordinator.rollout_table import FORMAT, need_pyarrow, schema, to_table
 from barnraise.coordinator.run_file import Keep
 from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -94,21 +95,26 @@ def keep_rollouts(
             _make_room(run_folder, budget, sum(fate.size for fate in waiting[version]))
             written = _write_part(journal, run_folder, spec, run_id, keep, version, waiting[version])
             files += [written] if written is not None else []
-        except (OSError, *_arrow_errors()) as error:
+        except OSError as error:
             trouble = (
                 f"rollouts of version {version} cannot be written to {run_folder / ROLLOUTS} ({error}): they "
                 "stay in the journal and are tried again; free some disk space, or lower keep.rollouts_gb"
             )
             break  # what refused this one will refuse the next
+        except _defects() as error:  # another try would end the same way, and hold up everything after it
+            log.error("rollouts of version %d are lost, they cannot be made rows of: %s", version, error)
         del waiting[version]
     with suppress(OSError):
         _make_room(run_folder, budget, 0)
     held = {fate.submission: fate.size for fates in waiting.values() for fate in fates}
-    if budget and sum(held.values()) > budget:
+    over = sum(held.values()) - budget if budget else 0
+    if over > 0:
         trouble = f"{trouble}; the oldest are lost: more wait than keep.rollouts_gb allows"
-        for submission in list(held):
-            if sum(held.values()) > budget:
-                del held[submission]
+    for submission, size in list(held.items()):
+        if over <= 0:
+            break
+        del held[submission]
+        over -= size
     return Kept([key for key in settled if key not in held], files, trouble)
 
 
@@ -143,20 +149,18 @@ def _write_part(
     path.parent.mkdir(exist_ok=True)
     said = {"format": FORMAT, "run": run_id.hex(), "policy_version": version, "part": number}
     with writing(path, schema(said)) as writer:
-        for table in tables(journal, due, run_id, spec.environment.name, keep.rollout_proofs):
+        for table in tables(journal, due, spec.environment.name, keep.rollout_proofs):
             writer.write_table(table)
     return path
 
 
-def tables(
-    journal: Journal, fates: Sequence[Fate], run_id: bytes, environment: str, proofs: bool
-) -> Iterator[Any]:
+def tables(journal: Journal, fates: Sequence[Fate], environment: str, proofs: bool) -> Iterator[Any]:
     """The rows of ``fates``, read from their payloads; no more than ``GROUP_BYTES`` or so at a time."""
     for group in batches(fates):
         payloads = journal.payloads([fate.submission for fate in group])
         work = [(fate, payloads[fate.submission]) for fate in group if fate.submission in payloads]
         if work:
-            yield to_table(work, run_id, environment, proofs)
+            yield to_table(work, environment, proofs)
 
 
 def batches(fates: Sequence[Fate]) -> Iterator[list[Fate]]:
@@ -230,5 +234,5 @@ def _make_room(run_folder: Path, budget: int, coming: int) -> None:
         log.info("rollouts of version %d deleted: keep.rollouts_gb is used up", part.version)
 
 
-def _arrow_errors() -> tuple[type[Exception], ...]:
-    return (need_pyarrow().ArrowException,)
+def _defects() -> tuple[type[Exception], ...]:
+    return (need_pyarrow().ArrowException, MalformedError)

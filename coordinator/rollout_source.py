@@ -171,7 +171,7 @@ class Source:
             if len(payloads) < len(fates):
                 raise Moved
             work = [(fate, payloads[fate.submission]) for fate in fates]
-            return to_table(work, self.run_id, self.spec.environment.name, wanted.proofs)
+            return to_table(work, self.spec.environment.name, wanted.proofs)
 
         rows = sum(fate.lease.prompts * fate.lease.group_size for fate in fates)
         return Piece(version, rows, sum(fate.size for fate in fates), digest.hexdigest(), read)

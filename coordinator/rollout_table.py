@@ -93,9 +93,7 @@ def schema(metadata: dict[str, Any] | None = None) -> Any:
     return pa.schema(fields, metadata=said)
 
 
-def to_table(
-    work: Sequence[tuple[Fate, bytes]], run_id: bytes, environment: str, proofs: bool = False
-) -> Any:
+def to_table(work: Sequence[tuple[Fate, bytes]], environment: str, proofs: bool = False) -> Any:
     """Rows of judged submissions, in their order and that of their payloads.
 
     Args:
@@ -109,7 +107,7 @@ def to_table(
     pa = need_pyarrow()
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for fate, payload in work:
-        _add(rows, fate, wire.decode(payload, RolloutSubmission), run_id, environment, proofs)
+        _add(rows, fate, wire.decode(payload, RolloutSubmission), environment, proofs)
     made = schema()
     arrays = []
     for field in made:
@@ -125,7 +123,6 @@ def _add(
     rows: dict[str, list[Any]],
     fate: Fate,
     told: RolloutSubmission,
-    run_id: bytes,
     environment: str,
     proofs: bool,
 ) -> None:
@@ -136,7 +133,7 @@ def _add(
     proofs = proofs and all(not len(item.tokens + item.logprobs) % 4 for item in told.rollouts)
     better = advantages(fate.rewards, lease.group_size, fate.normalised) if fate.rewards else []
     same = {
-        "run": run_id.hex(),
+        "run": told.run_id.hex(),  # where the run continues another: that one's
         "policy_version": lease.policy_version,
         "trained_version": fate.trained if fate.trained >= 0 else None,
         "lag": fate.trained - 1 - lease.policy_version if fate.trained >= 0 else None,

@@ -2,8 +2,8 @@
 
 Sources of the constants: optimiser and master weights as in ``learner_step`` (AdamW, float32); a patch's
 share of the weights from arXiv 2602.03839 (about 1 % of bfloat16 values change per step at lr 1e-6) and
-``benchmarks/patches.py``; the time of a broadcast from the bound of ``docs/treecast.md``,
-max(S / u_seed, N S / (u_seed + sum u_i)), times 1.2.
+``benchmarks/patches.py``; a kept token from docs/operate.md; the time of a broadcast from the bound of
+``docs/treecast.md``, max(S / u_seed, N S / (u_seed + sum u_i)), times 1.2.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ MEAN_SHARE = 0.6  # of the longest completion, on average
 USABLE_SHARE = 0.6  # of groups have an advantage
 NOTHING_S = 5.0  # spreading that takes less holds nobody up
 VERIFIERS_HOLD = 2  # policy versions in memory
+ROLLOUT_BYTES = 4.5  # a token that is kept as Parquet (docs/operate.md, Rollouts)
+PROOF_BYTES = 8.2
 GB = 1e9
 
 
@@ -79,16 +81,17 @@ def estimate(
     kept = rollout.max_lag + 2
     whole_kept = min(keep.most, rollout.versions // keep.every) if keep.every else 0
     base = parameters * published_bytes if trained is not None else 0
-    disk = base + whole * kept + 2 * moving * OPTIMISER_BYTES + whole_kept * full
+    checkpoints = base + whole * kept + 2 * moving * OPTIMISER_BYTES + whole_kept * full
+    disk = checkpoints + _rollouts(rollout, max_new_tokens, keep)
     speed = swarm.tokens_per_s or CPU_FLOPS / (2 * parameters)
     completions = rollout.groups_per_version / USABLE_SHARE * rollout.group_size
     rollouts_s = completions * max_new_tokens * MEAN_SHARE / (speed * swarm.nodes)
     patch_s, version_s = _spread(patch, swarm), _spread(whole, swarm)
     troubles = []
-    if keep.disk_gb and disk > keep.disk_gb * GB:
+    if keep.disk_gb and checkpoints > keep.disk_gb * GB:
         troubles.append(
-            f"checkpoints may take {disk / GB:.1f} GB, keep.disk_gb allows {keep.disk_gb:g}: older whole "
-            "versions will go; lower keep.most or raise keep.every"
+            f"checkpoints may take {checkpoints / GB:.1f} GB, keep.disk_gb allows {keep.disk_gb:g}: older "
+            "whole versions will go; lower keep.most or raise keep.every"
         )
     if patch_s > max(NOTHING_S, rollouts_s * max(1, rollout.max_lag)):
         troubles.append(
@@ -116,6 +119,16 @@ def estimate(
         tokens_per_s=speed,
         troubles=troubles,
     )
+
+
+def _rollouts(rollout: RolloutSpec, max_new_tokens: int, keep: Keep) -> int:
+    """Bytes that kept rollouts will take, accepted ones of all versions or as many as the budget has."""
+    if keep.rollouts == "off":
+        return 0
+    completions = rollout.groups_per_version / USABLE_SHARE * rollout.group_size
+    each = ROLLOUT_BYTES + (PROOF_BYTES if keep.rollout_proofs else 0.0)
+    size = rollout.versions * completions * max_new_tokens * MEAN_SHARE * each
+    return round(min(size, keep.rollouts_gb * GB) if keep.rollouts_gb else size)
 
 
 def _spread(size: int, swarm: Swarm) -> float:

@@ -151,7 +151,7 @@ def test_whatever_a_cheat_sends_becomes_rows(sent: list[tuple[int, int, bytes, b
         ),
     )
     fate = Fate(b"s" * 32, lease, 100, 1, True, REFUSED)
-    table = to_table([(fate, wire.encode(work))], b"r" * 32, "reverse", proofs=True)
+    table = to_table([(fate, wire.encode(work))], "reverse", proofs=True)
     assert table.num_rows == len(sent)
     assert [len(tokens) for tokens in table["tokens"].to_pylist()] == [len(item[2]) // 4 for item in sent]
 

@@ -144,14 +144,14 @@ def test_check_says_what_will_not_do(tmp_path):
 
 
 def test_estimates_grow_with_the_model_and_shrink_with_the_swarm():
-    def of(parameters: int, nodes: int):
+    def of(parameters: int, nodes: int, keep: Keep = Keep()):
         return estimate(
             parameters=parameters,
             published_bytes=2,
             compute_bytes=2,
             rollout=presets.generic().rollout,
             max_new_tokens=256,
-            keep=Keep(),
+            keep=keep,
             swarm=Swarm(nodes=nodes),
         )
 
@@ -160,6 +160,8 @@ def test_estimates_grow_with_the_model_and_shrink_with_the_swarm():
     assert large.version_bytes == 2 * 10**9
     assert many.rollouts_s == pytest.approx(small.rollouts_s / 10)
     assert many.patch_s < 10 * small.patch_s  # nodes lend their upload, too
+    rollouts = [of(10**8, 10, Keep(rollouts="all", rollouts_gb=most)).disk_bytes for most in (0.01, 0.0)]
+    assert rollouts[0] == small.disk_bytes + 10**7 < rollouts[1]
 
 
 def checkpoints_of(folder: Path, versions: range, size: int = 1000) -> None:
