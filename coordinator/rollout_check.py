@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from barnraise.coordinator.rollout_table import CLAWED_BACK, need_pyarrow
+from barnraise.coordinator.rollout_table import CLAWED_BACK, need_pyarrow, raw
 from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.identity import peer_id_of
@@ -130,7 +130,11 @@ def _compare(
 def _read(folder: Path, run_id: bytes, checked: Checked) -> dict[bytes, _Said]:
     said: dict[bytes, _Said] = {}
     for table in _tables(folder):
-        rows = table.to_pylist()
+        wide = {name: raw(table[name]) for name in ("tokens", "logprobs") if name in table.column_names}
+        rows = table.drop_columns(list(wide)).to_pylist()
+        for name, values in wide.items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
         checked.rows += len(rows)
         together: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
@@ -168,7 +172,7 @@ def _said(submission: bytes, rows: list[dict[str, Any]], checked: Checked) -> _S
         check=row["check"],
         evidence=evidence,
         rows=len(rows),
-        tokens=sum(len(item["tokens"]) for item in rows),
+        tokens=sum(len(item["tokens"]) // 4 for item in rows),
     )
 
 
@@ -178,8 +182,6 @@ def _verdict(row: dict[str, Any]) -> Verdict:
 
 def _digest(rows: list[dict[str, Any]]) -> bytes:
     """The content id of the submission that these rows were."""
-    import numpy as np
-
     row = rows[0]
     told = RolloutSubmission(
         run_id=bytes.fromhex(row["run"]),
@@ -191,8 +193,8 @@ def _digest(rows: list[dict[str, Any]]) -> bytes:
             Rollout(
                 prompt=item["prompt_index"],
                 sample=item["sample_index"],
-                tokens=np.asarray(item["tokens"], dtype="<u4").tobytes(),
-                logprobs=np.asarray(item["logprobs"], dtype="<f4").tobytes(),
+                tokens=item["tokens"],
+                logprobs=item["logprobs"],
                 proofs=item["proofs"],
             )
             for item in rows

@@ -146,7 +146,9 @@ def _write_part(
         return None
     number = max((part.number for part in earlier), default=-1) + 1
     path = run_folder / ROLLOUTS / f"v{version:06d}{f'-{number}' if number else ''}.parquet"
-    path.parent.mkdir(exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+        sync_folder(run_folder)
     said = {"format": FORMAT, "run": run_id.hex(), "policy_version": version, "part": number}
     with writing(path, schema(said)) as writer:
         for table in tables(journal, due, spec.environment.name, keep.rollout_proofs):

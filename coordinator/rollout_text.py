@@ -10,8 +10,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from barnraise.coordinator.rollout_source import Wanted
-from barnraise.coordinator.rollout_table import COLUMNS, METADATA, need_pyarrow, schema
+from barnraise.coordinator.rollout_table import COLUMNS, METADATA, need_pyarrow, raw, schema
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.spec import RunSpec
@@ -53,8 +55,7 @@ class Texts:
         pa = need_pyarrow()
         tasks: dict[int | None, tuple[Task, list[int]] | None] = {None: None}
         found: dict[str, list[Any]] = {name: [] for name in TEXT_COLUMNS}
-        tokens = [token for chunk in table["tokens"].chunks for token in chunk.to_pylist()]
-        for seed, drawn in zip(table["task_seed"].to_pylist(), tokens, strict=True):
+        for seed, drawn in zip(table["task_seed"].to_pylist(), raw(table["tokens"]), strict=True):
             if seed not in tasks:
                 task = self._environment.task(seed, held_out=False)
                 tasks[seed] = task, self._codec.encode_prompt(task.prompt)
@@ -62,7 +63,7 @@ class Texts:
             found["prompt"].append(None if known is None else _plain(known[0].prompt))
             found["task_key"].append(None if known is None else _plain(known[0].key))
             found["prompt_tokens"].append(None if known is None else known[1])
-            found["completion"].append(_plain(self._codec.decode(drawn)))
+            found["completion"].append(_plain(self._codec.decode(np.frombuffer(drawn, "<u4").tolist())))
         kinds = {"string": pa.string(), "list<uint32>": pa.list_(pa.uint32())}
         for name, (kind, _) in TEXT_COLUMNS.items():
             table = table.append_column(name, pa.array(found[name], kinds[kind]))
@@ -117,10 +118,14 @@ def _by_content(table: Any, groups: list[str], place: str) -> tuple[list[int], l
     members: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    drawn = list(zip(table["tokens"].to_pylist(), table["logprobs"].to_pylist(), strict=True))
-    ranked = sorted(
-        members.values(),
-        key=lambda rows: hashlib.sha256(repr([drawn[row] for row in rows]).encode()).digest(),
-    )
+    drawn = list(zip(raw(table["tokens"]), raw(table["logprobs"]), strict=True))
+    ranked = sorted(members.values(), key=lambda rows: _digest([part for row in rows for part in drawn[row]]))
     order = [row for rows in ranked for row in rows]
     return order, [f"{place}-{number}" for number, rows in enumerate(ranked) for _ in rows]
+
+
+def _digest(parts: list[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "big") + part)
+    return digest.digest()

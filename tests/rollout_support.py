@@ -52,6 +52,7 @@ class Told:
     at: int = 1_000_000
     units: int = 0
     head: int = -1
+    later: list[Write] | None = field(default_factory=list)  # until it is told: one transaction for all
 
     def __post_init__(self) -> None:
         self.spec, _, self.run_id = read_spec(self.folder)
@@ -67,7 +68,11 @@ class Told:
         return self.at
 
     def commit(self, *events: Event, payloads: tuple[Payload, ...] = ()) -> None:
-        self.journal.commit([Write(events=events, payloads=payloads)])
+        write = Write(events=events, payloads=payloads)
+        if self.later is None:
+            self.journal.commit([write])
+        else:
+            self.later.append(write)
 
     def publish(self, batch: tuple[bytes, ...] = ()) -> None:
         self.head += 1
@@ -178,6 +183,8 @@ def told_run(tmp_path: Path, versions: int = 4, units: int = 3, name: str = "run
         batch = tuple(told.judged(told.submitted(node=number % 2)) for number in range(units))
         told.judged(told.submitted("cheat"), REFUSED)
         told.publish(batch)
+    told.journal.commit(told.later or [])
+    told.later = None
     return told
 
 

@@ -339,3 +339,11 @@ def test_of_what_one_group_stores_and_drops_the_last_word_counts(path: Path) -> 
     assert (journal.manifest(3), journal.last_tree_head()) == (signed(b"again"), signed(b"b"))
     assert list(journal.tree_heads()) == [signed(b"b")]
     journal.close()
+
+
+def test_a_version_is_found_by_the_number_of_the_event_that_published_it(path: Path) -> None:
+    with closing(Journal(path)) as journal:
+        for version in (0, 1, 5):
+            journal.commit([Write(events=[event(version), published(version)])])
+        assert [journal.published_at(version) for version in (0, 1, 5)] == [1, 3, 5]
+        assert journal.published_at(3) == journal.published_at(9) == 0  # nobody knows: read from the first on
