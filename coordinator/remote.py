@@ -271,7 +271,7 @@ class Elsewhere:
                 await file.write(data)
                 tell(len(data))
             await file.flush()
-            await trio.to_thread.run_sync(os.fsync, file.wrapped.fileno())
+            await trio.to_thread.run_sync(os.fsync, file.fileno())
         if size != fact.size or digest.digest() != fact.sha256:
             part.unlink(missing_ok=True)
             raise ChildError(f"{fact.path} changed while it was fetched from the learner")

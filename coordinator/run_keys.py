@@ -103,7 +103,7 @@ TEXTS: dict[str, str] = {
     "serve.no_http": "serve no web page",
     "serve.admin": "admin API, with a token: for this machine, by its TLS proxy too, in clear for all, none",
     "serve.threads": "threads each for every verifier and the learner",
-    "serve.verifiers": "verifier processes here, or auto: one per GPU, else by cores; empty: 1, or 0 with verifier_at",
+    "serve.verifiers": "verifier processes here, or auto: by GPUs or cores; empty: 1, or 0 with verifier_at",
     "serve.verifier_at": "for each verifier on another machine the command that starts it, as in a shell",
     "serve.learner_at": "the command that starts the learner on another machine",
     "serve.verify_all": "verify everything in full, however long the queue",

@@ -10,11 +10,7 @@ import typer
 
 from barnraise.tui.console import examples
 
-EXAMPLES = examples(
-    "coordinator run ./my-run --verifier-at 'ssh gpu-box barnraise worker'      (there, not here)",
-    "coordinator run ./my-run --learner-at 'ssh gpu-box barnraise worker --gpu 0' "
-    "--verifier-at 'ssh gpu-box barnraise worker --gpu 1'",
-)
+EXAMPLES = examples("worker verifier --gpu 1", "worker learner --cache /fast/barnraise")
 
 
 def worker(
@@ -26,13 +22,20 @@ def worker(
         help="Where weights are kept that the coordinator sends; may be deleted while no worker runs.",
     ),
     threads: int = typer.Option(
-        0, "--threads", metavar="N", min=0, max=1024, help="Threads. [default: this machine's cores]"
+        0,
+        "--threads",
+        metavar="N",
+        min=0,
+        max=1024,
+        help="Threads. [default: this machine's cores]",
+        show_default=False,
     ),
     gpu: str = typer.Option("", "--gpu", metavar="0", help="The GPU (or 0,1) to use. [default: all]"),
 ) -> None:
     """Work for a coordinator elsewhere, over standard input and output.
 
-    The coordinator starts this on another machine, by a command such as ssh; it is not for the keyboard.
+    The coordinator starts this on another machine, with --verifier-at 'ssh gpu-box barnraise worker --gpu 1'
+    or --learner-at, and adds the last word; it is not for the keyboard.
     """
     from barnraise.coordinator.remote import release
     from barnraise.coordinator.remote_files import CACHES, FileHost
