@@ -20,6 +20,7 @@ from browser_support import browser, find_browser
 from web_support import Story, Web, connect, identity_of, key_of, website
 
 from barnraise.coordinator.core import in_thread
+from barnraise.coordinator.guard_belt import GuardBelt
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.protocol.cosignature import cosign, witness_name
 from barnraise.protocol.identity import peer_id_of
@@ -62,12 +63,27 @@ def busy(run_id: bytes) -> Story:
     return story
 
 
-async def fill(web: Web) -> None:
+async def collapse(web: Web, story: Story) -> None:
+    """Three versions that are worse and worse, and what the guards make of them."""
+    for reached in (0.41, 0.22, 0.17):
+        for number in range(len(NAMES)):
+            story.unit(number)
+        story.publish(accuracy=reached, reward=0.9 * reached)
+    await web.record(story.events)
+    story.events.clear()
+    await GuardBelt(web.core, web.hub).look()
+    web.clock[0] += 1000
+
+
+async def fill(web: Web) -> Story:
     """The whole run, with nodes that are there and witnesses of its checkpoint."""
     core = web.core
     model = msgspec.structs.replace(core.spec.model, name="SmolLM2-135M-Instruct", parameters=134_515_008)
     core.spec = msgspec.structs.replace(core.spec, name="the reading room", model=model)
-    await web.record(busy(core.run_id).events)
+    core._settings = (b"", core.spec)
+    story = busy(core.run_id)
+    await web.record(story.events)
+    story.events.clear()
     for number in range(6):
         connect(web, number, "generating" if number % 3 else "downloading", VERSIONS - 1 if number else 29)
     await web.settled()
@@ -79,6 +95,7 @@ async def fill(web: Web) -> None:
             head.checkpoint.text, witness_name(peer), identity_of(number), web.clock[0] // 1000 - 40
         )
         assert web.public_log._take(peer, signature.line)
+    return story
 
 
 def small(path: Path) -> None:
@@ -97,7 +114,7 @@ async def main(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         async with website(folder, in_thread, listeners) as web, browser(program, folder / "profile") as tab:
-            await fill(web)
+            story = await fill(web)
             unit = (await web.json("/api/v1/ledger?kind=appealed"))["entries"][0]["unit_id"]
             for name, page, (width, height), dark in (
                 ("web-overview", "", DESK, False),
@@ -107,7 +124,11 @@ async def main(target: Path) -> None:
                 ("web-unit", f"units/{unit}", DESK, False),
                 ("web-ledger", "ledger?node=anna&kind=judged&limit=12", DESK, False),
                 ("web-versions", "versions", DESK, True),
+                ("web-paused", "", DESK, False),
+                ("web-paused-phone", "", PHONE, True),
             ):
+                if name == "web-paused":
+                    await collapse(web, story)
                 await tab.shape(width, height, dark=dark)
                 await tab.open(home + page)
                 await trio.sleep(0.3)

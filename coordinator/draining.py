@@ -42,51 +42,59 @@ class Drain:
     _asked: trio.Event = field(default_factory=trio.Event)
 
     async def ask(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Command ``drain``: ``seconds``, to wait at most. Asked again, the new time counts.
+        """Command ``drain``: ``seconds``, to wait at most. Asked again, the new time counts; 0 gives it up.
 
         The coordinator ends once nothing is at hand, and goes on lending when the time is over
-        first. ``resume`` gives it up. A pause that was there before outlives it.
+        first. A pause that was there before outlives it; ``resume`` ends both.
 
         Raises:
             RefusedError: that is no time.
             StorageError: the disk refused.
         """
         seconds, core = args.get("seconds", USUAL_S), self.core
-        if not isinstance(seconds, int) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST_S:
-            raise RefusedError("bad-argument", f"draining waits from 1 s to {LONGEST_S // 86_400} days")
-        if core.state.operations.paused is None:
-            await core.record([RunPaused(by="operator", reason=REASON, at_ms=core.now_ms())])
-            self._pauses = True
-        self._until = trio.current_time() + seconds
-        self.progress.draining_until_ms = core.now_ms() + seconds * 1000
-        self._asked.set()
+        if not isinstance(seconds, int) or isinstance(seconds, bool) or not 0 <= seconds <= LONGEST_S:
+            raise RefusedError("bad-argument", f"draining waits for at most {LONGEST_S // 86_400} days")
+        if not seconds:
+            await self._go_on()
+        else:
+            if core.state.operations.paused is None:
+                await core.record([RunPaused(by="operator", reason=REASON, at_ms=core.now_ms())])
+                self._pauses = True
+            self._until = trio.current_time() + seconds
+            self.progress.draining_until_ms = core.now_ms() + seconds * 1000
+            self._asked.set()
         return {"at_hand": at_hand(core.state), "until": self.progress.draining_until_ms}
 
     async def run(self) -> None:
         """Drain whenever it is asked for, until cancelled."""
         while True:
             await self._asked.wait()
-            while self.core.state.operations.paused is not None and at_hand(self.core.state):
-                if trio.current_time() > self._until:
-                    log.warning("draining: %d units are still at work: going on", at_hand(self.core.state))
-                    await self._over()
-                    break
+            self._asked = trio.Event()
+            while self.progress.draining_until_ms is not None:
+                try:
+                    await self._look()
+                except StorageError as error:
+                    log.error("draining: %s", error)
                 await trio.sleep(_LOOK_EVERY_S)
-            else:
-                drained = self.core.state.operations.paused is not None
-                await self._over()
-                if drained:
-                    log.info("drained")
-                    self.end()
 
-    async def _over(self) -> None:
-        """The next start goes on where this one was, whether it ends now or not."""
+    async def _look(self) -> None:
+        left = at_hand(self.core.state)
+        if self.core.state.operations.paused is None:  # somebody resumed the run
+            await self._go_on()
+        elif not left:
+            log.info("drained")
+            await self._unpause()  # the next start goes on
+            self.end()
+            await trio.sleep_forever()
+        elif trio.current_time() > self._until:
+            log.warning("draining: %d units are still at work, and the time is over: going on", left)
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        await self._unpause()
         self.progress.draining_until_ms = None
-        self._asked = trio.Event()
-        mine, self._pauses = self._pauses, False
-        while mine and self.core.state.operations.paused is not None:
-            try:
-                await self.core.record([RunResumed(at_ms=self.core.now_ms())])
-            except StorageError as error:
-                log.error("draining: %s", error)
-                await trio.sleep(_LOOK_EVERY_S)
+
+    async def _unpause(self) -> None:
+        if self._pauses and self.core.state.operations.paused is not None:
+            await self.core.record([RunResumed(at_ms=self.core.now_ms())])
+        self._pauses = False

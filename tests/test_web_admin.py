@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 from trio.testing import MockClock, memory_stream_pair
-from web_support import Web, connect, key_of, ordinary, website
+from web_support import Web, connect, finish_all, key_of, ordinary, website
 
 from barnraise.coordinator.draining import REASON
 from barnraise.coordinator.guards import GUARDS, THRESHOLDS, GuardLimits
@@ -482,36 +482,17 @@ async def test_a_drain_ends_the_coordinator_once_nothing_is_at_hand_and_the_next
     assert acts == ["RunPaused", "RunResumed"]
 
 
-async def finish_all(web: Web) -> None:
-    """Whatever is lent comes back, whatever waits is judged."""
-    from barnraise.coordinator.events import LeaseClosed, SubmissionJudged
-    from barnraise.protocol.messages import Verdict
-
-    state, now = web.core.state, web.core.now_ms()
-    good = Verdict(accepted=False, check="toploc", threshold=1.0, value=2.0, position="", message="")
-    events: list[Any] = [
-        SubmissionJudged(
-            submission_id=item,
-            verdict=good,
-            rewards=(),
-            tokens=0,
-            credit=0,
-            blameless=False,
-            at_ms=now,
-        )
-        for item in state.waiting
-    ]
-    events += [LeaseClosed(lease_id=lease, reason="returned", at_ms=now) for lease in state.leases]
-    await web.core.record(events)
-
-
-@pytest.mark.parametrize("how", ["late", "resumed", "paused before"])
+@pytest.mark.parametrize("how", ["late", "resumed", "given up", "paused before"])
 async def test_a_drain_that_is_given_up_or_late_lets_the_run_go_on_as_it_was(
     web: Web, autojump_clock: MockClock, how: str
 ) -> None:
     if how == "paused before":
         await act(web, "pause", {"reason": "mine"})
     await act(web, "drain", {"seconds": 5})
+    if how == "given up":
+        for _ in range(2):
+            assert (await act(web, "drain", {"seconds": 0}))["until"] is None
+        await finish_all(web)
     if how == "resumed":
         await act(web, "resume")
         await finish_all(web)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 from browser_support import Tab, browser, find_browser
-from web_support import connect, ordinary, website
+from web_support import connect, in_trouble, ordinary, website
 
 from barnraise.coordinator.core import in_thread
 from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
@@ -92,6 +92,7 @@ async def test_every_page_shows_as_it_should(tmp_path: Path) -> None:
         tab.errors.clear()
         await keyboard(tab, home)
         await figures_stay_fresh(tab, home, web)
+        await alarms_and_a_pause_are_seen_at_once(tab, home, web, rules)
         assert tab.errors == []
 
 
@@ -123,3 +124,34 @@ async def figures_stay_fresh(tab: Tab, home: str, web: Any) -> None:
         web.clock[0] += 1000
         while await tab.run(live) != "2":
             await trio.sleep(0.05)
+
+
+async def alarms_and_a_pause_are_seen_at_once(tab: Tab, home: str, web: Any, rules: str | None) -> None:
+    """On a page that is open already, said to those who do not look, and readable on a phone."""
+    await tab.shape(*PHONE)
+    await tab.open(home)
+    assert await tab.run("document.querySelector('.paused, .alarms')") is None
+    lamp = "document.getElementById('link').hidden"
+    while await tab.run(lamp):
+        await trio.sleep(0.05)
+    await web.record(in_trouble(web.core.now_ms()))
+    web.clock[0] += 1000
+    with trio.fail_after(30):
+        while await tab.run("document.querySelectorAll('.paused, .alarms li').length") < 3:
+            await trio.sleep(0.05)
+    assert await tab.run("document.getElementById('said').textContent") == "Alarms: 2. The run is paused."
+    text = await tab.run("document.getElementById('trouble').innerText")
+    for words in (
+        "Paused by a guard",
+        "reward-collapse",
+        "Seen",
+        "the reward fell from 0.812 to 0.203",
+        "To do",
+    ):
+        assert words in text
+    assert "barnraise report" in await tab.run("document.querySelector('.alarms code').textContent")
+    for (width, height), dark in ((PHONE, True), (PHONE, False), (DESK, True), (DESK, False)):
+        await tab.shape(width, height, dark=dark)
+        await tab.open(home)
+        await fits(tab, width)
+        assert await judged_by_axe(tab, rules) == [], (width, dark)

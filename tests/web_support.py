@@ -37,6 +37,7 @@ from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
+from barnraise.coordinator.operator_events import AlarmRaised, RunPaused
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.status import state_tree
 from barnraise.coordinator.web.gate import Access
@@ -336,3 +337,39 @@ def connect(web: Web, number: int, state: str = "generating", version: int = 5) 
     live.state, live.engine, live.have_version, live.reach = state, "torch 2.13 cpu", version, "direct"
     web.hub.add(live)
     web.hub.join(live)
+
+
+async def finish_all(web: Web) -> None:
+    """Whatever is lent comes back, whatever waits is judged."""
+    state, now = web.core.state, web.core.now_ms()
+    bad = Verdict(accepted=False, check="toploc", threshold=1.0, value=2.0, position="", message="")
+    events: list[Event] = [
+        SubmissionJudged(
+            submission_id=item,
+            verdict=bad,
+            rewards=(),
+            tokens=0,
+            credit=0,
+            blameless=False,
+            at_ms=now,
+        )
+        for item in state.waiting
+    ]
+    events += [LeaseClosed(lease_id=lease, reason="returned", at_ms=now) for lease in state.leases]
+    await web.core.record(events)
+
+
+def in_trouble(at_ms: int) -> list[Event]:
+    """Two alarms, of which one has paused the run."""
+    texts = {
+        "reward-collapse": "the reward fell from 0.812 to 0.203 (version 5): see `barnraise report`; "
+        "`barnraise coordinator rollback DIR VERSION` takes an earlier version up again",
+        "stale-work": "the work trained on is 1.9 versions old on average, and 2 is the most: the learner or "
+        "the broadcast is slower than the volunteers; raise rollout.groups_per_version",
+    }
+    raised = [
+        AlarmRaised(kind=kind, value=0.2, limit=0.4, text=text, version=5, at_ms=at_ms)
+        for kind, text in texts.items()
+    ]
+    reason = f"reward-collapse: {texts['reward-collapse']}"
+    return [*raised, RunPaused(by="guard", reason=reason, at_ms=at_ms)]

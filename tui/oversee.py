@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ REASON = typer.Option(..., "--reason", metavar="TEXT", help="Why; volunteers see
 LOOK_EVERY_S = 0.25
 TELL_EVERY_S = 2.0
 STOP_WITHIN_S = 30.0
-DRAINING = "draining: the operator ends this coordinator once the work at hand is in"
 
 State = dict[str, Any]
 
@@ -69,23 +69,18 @@ def drain(
 
     Ctrl-C ends the waiting, and work is lent again.
     """
-    until = time.monotonic() + seconds_of(within)
-    before = _state(folder).get("paused")
-    command(folder, "pause", reason=DRAINING)
+    command(folder, "drain", seconds=seconds_of(within))
     try:
-        left = _wait_drained(folder, until, as_json)
+        left = _wait_drained(folder, as_json)
     except BaseException:
-        if not before:
-            command(folder, "resume")
+        with suppress(BarnraiseError):
+            command(folder, "drain", seconds=0)
         raise
-    if not before:
-        command(folder, "resume")  # the next start goes on
-    if left:
+    if left is not None:
         raise BarnraiseError(
-            f"{left} units are still at work after {within}: the coordinator goes on; wait longer with "
-            "--within, or 'coordinator stop' (what is handed in later finds it when it is back)"
+            f"{left} units are still at work: the coordinator goes on; wait longer with --within (it was "
+            f"{within}), or 'coordinator stop' (what is handed in later finds it when it is back)"
         )
-    _stop(folder)
     if as_json:
         emit_json({"stopped": True})
     else:
@@ -160,14 +155,17 @@ def _state(folder: Path) -> State:
         return read_state(socket)
 
 
-def _wait_drained(folder: Path, until: float, as_json: bool) -> int:
-    """How many units are left when there are none, or time is up."""
+def _wait_drained(folder: Path, as_json: bool) -> int | None:
+    """None once the coordinator has ended; how many units are left if the draining is over and it has not."""
     told = 0.0
     while True:
-        state = _state(folder)
-        left = int(state["leases_open"]) + int(state["queue"])
-        if not left or time.monotonic() > until:
-            return left
+        try:
+            state = _state(folder)
+        except BarnraiseError:
+            _wait_ended(folder)
+            return None
+        if state["draining_until_ms"] is None:
+            return int(state["leases_open"]) + int(state["queue"])
         if not as_json and time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             typer.echo(f"{state['leases_open']} units lent, {state['queue']} waiting for a verdict")
@@ -181,6 +179,11 @@ def _stop(folder: Path) -> bool:
     except BarnraiseError:
         if not _locked(folder):
             return False
+    _wait_ended(folder)
+    return True
+
+
+def _wait_ended(folder: Path) -> None:
     until = time.monotonic() + STOP_WITHIN_S
     while _locked(folder):
         if time.monotonic() > until:
@@ -189,7 +192,6 @@ def _stop(folder: Path) -> bool:
                 "nothing that was acknowledged"
             )
         time.sleep(LOOK_EVERY_S)
-    return True
 
 
 def _locked(folder: Path) -> bool:

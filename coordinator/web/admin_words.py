@@ -51,7 +51,12 @@ class Pause(Body, frozen=True, kw_only=True):
 
 class Drain(Body, frozen=True, kw_only=True):
     seconds: Annotated[
-        int, Meta(ge=1, le=draining.LONGEST_S, description="Wait at most so long; then the run goes on.")
+        int,
+        Meta(
+            ge=0,
+            le=draining.LONGEST_S,
+            description="Wait at most so long; then the run goes on. 0: give it up.",
+        ),
     ] = draining.USUAL_S
 
 
@@ -128,7 +133,7 @@ class PauseState(Struct, frozen=True, kw_only=True):
 
 class Draining(Struct, frozen=True, kw_only=True):
     at_hand: Annotated[int, Meta(description="Units lent, or waiting for their verdict.")]
-    until: Moment
+    until: Annotated[int | None, Meta(description="ms since the Unix epoch; null: given up")]
 
 
 class Stopping(Struct, frozen=True, kw_only=True):
@@ -304,7 +309,7 @@ class Act(Struct, frozen=True):
 
 ACTS: Final = (
     Act("pause", "pause", Pause, PauseState, "Lend no work and train on none until resume"),
-    Act("resume", "resume", Nothing, PauseState, "Go on after a pause, or give a draining up"),
+    Act("resume", "resume", Nothing, PauseState, "Go on after a pause"),
     Act("drain", "drain", Drain, Draining, "Lend no more, wait for the work at hand, then end"),
     Act("stop", "stop", Nothing, Stopping, "End the coordinator cleanly"),
     Act("rollback", "rollback", Rollback, RolledBack, "Publish an earlier version again, as the next one"),

@@ -31,8 +31,8 @@ def live_values(view: View) -> dict[str, str]:
         "now": words.moment(view["now_ms"]),
         "version": words.number(view["version"] if view["version"] >= 0 else None),
         "stage": view["stage"],
-        "state": view["state"],
-        "waiting_for": view["waiting_for"],
+        "state": "paused" if view["pause"] else view["state"],
+        "waiting_for": "" if view["pause"] else view["waiting_for"],  # the page says it at length
         "held_out": words.share(view["held_out"]),
         "reward": words.share(view["reward"]),
         "nodes_live": words.number(nodes["live"]),

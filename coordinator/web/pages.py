@@ -10,6 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -62,6 +63,7 @@ class Pages:
             kinds=KINDS,
             urlencode=lambda values: urlencode(values, doseq=True),
             stamp=self.stamp,
+            coded=coded,
         )
 
     def prepare(self) -> None:
@@ -86,6 +88,13 @@ class Pages:
         return await self.show(
             "error.html", lambda: {"status": error.status_code, "text": error.detail}, error.status_code
         )
+
+
+def coded(text: str) -> Markup:
+    """A text of ours, with what it writes between backticks as code."""
+    pieces = enumerate(text.split("`"))
+    parts = [Markup("<code>%s</code>") % part if at % 2 else escape(part) for at, part in pieces]
+    return Markup("<bdi>%s</bdi>") % Markup("").join(parts)
 
 
 def page_routes(site: Site, pages: Pages) -> list[Route]:

@@ -22,6 +22,18 @@
     }
   };
 
+  // Whether alarms or a pause came or went; those who do not look are told.
+  let trouble = null;
+  const troubled = (values) => {
+    const before = trouble;
+    const paused = "state" in values ? values.state === "paused" : before && before.paused;
+    trouble = { alarms: "alarms" in values ? values.alarms : before && before.alarms, paused };
+    if (before && before.alarms === trouble.alarms && before.paused === paused) return false;
+    const said = document.getElementById("said");
+    if (before && said) said.textContent = `Alarms: ${trouble.alarms}.${paused ? " The run is paused." : ""}`;
+    return true;
+  };
+
   const show = (event) => {
     const values = JSON.parse(event.data);
     for (const [name, value] of Object.entries(values)) {
@@ -33,9 +45,10 @@
         setTimeout(() => place.classList.remove("fresh"), 300);
       }
     }
+    const now = troubled(values);
     const changed = "version" in values && version !== null && values.version !== version;
     if ("version" in values) version = values.version;
-    if (changed || "alarms" in values || Date.now() - refreshed > 15000) refresh().catch(() => {});
+    if (changed || now || Date.now() - refreshed > 15000) refresh().catch(() => {});
   };
 
   let source = null;
