@@ -113,8 +113,8 @@ def _check(source: Source, wanted: Wanted) -> list[str]:
         "",
         "`barnraise run check-rollouts DIR LEDGER` compares every submission here with the run's public "
         "ledger (its export, or its published folder): that it was lent to and handed in by that node at "
-        "that policy version, that the verdict is the one in `accepted` and `check`, and that its tokens are "
-        "as many as its credit was given for. "
+        "that policy version, that the verdict is the one in `accepted` and `check`, that the version in "
+        "`trained_version` was made with it, and that its tokens are as many as its credit was given for. "
         + (
             "`proofs` are here, so the digest in `submission` is made again from the rows."
             if wanted.proofs

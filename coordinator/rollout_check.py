@@ -8,7 +8,7 @@ log-probability and no proof was changed by whoever published the rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from barnraise.protocol.standing import UNAUDITED
 
 MOST_PROBLEMS = 100
 _NEEDED = ("submission", "run", "node", "lease", "policy_version", "accepted", "check", "tokens")
+_ALSO = ("trained_version",)
 _VERDICT = ("threshold", "value", "position", "message")
 _PAYLOAD = ("engine", "generate_ms", "prompt_index", "sample_index", "logprobs", "proofs")
 
@@ -68,15 +69,23 @@ class _Said:
     evidence: bytes | None
     rows: int
     tokens: int
+    trained: int | None
     seen: bool = False  # handed in by that node, by the ledger
     judged: Judged | Reviewed | None = None
     void: bool = False
 
 
-def check_rollouts(folder: Path, run_id: bytes, parameters: int, entries: Iterable[LedgerEntry]) -> Checked:
-    """Compare the dataset in ``folder`` with the ledger of run ``run_id``. Blocking; two passes.
+def check_rollouts(
+    folder: Path,
+    run_id: bytes,
+    parameters: int,
+    entries: Iterable[LedgerEntry],
+    uses: Mapping[bytes, int] | None = None,
+) -> Checked:
+    """Compare the dataset in ``folder`` with the ledger of run ``run_id``. Blocking; one pass over each.
 
-    ``parameters``: of the run's model, which credit counts. One small record a submission is in memory.
+    ``parameters``: of the run's model, which credit counts. ``uses``: ``ledger_uses.uses_of``, where the
+    ledger came with them. One small record a submission is in memory.
 
     Raises:
         RunFolderError: no exported dataset, a damaged one, or one without the columns that this takes.
@@ -99,8 +108,13 @@ def check_rollouts(folder: Path, run_id: bytes, parameters: int, entries: Iterab
                 said[entry.submission_id].void = isinstance(entry, ClawedBack)
             case _:
                 pass
+    used, versions = uses or {}, set((uses or {}).values())
     for submission, item in said.items():
         _compare(submission, item, terms.get(item.lease), parameters, checked)
+        # Rows that were exported earlier may not know of a use; those that name one must name the right one.
+        use = used.get(submission)
+        if item.trained is not None and (item.trained in versions or use is not None) and use != item.trained:
+            checked.say(submission, f"version {item.trained} was not made with it, by the operator's word")
     return checked
 
 
@@ -154,7 +168,7 @@ def _read(folder: Path, run_id: bytes, checked: Checked) -> dict[bytes, _Said]:
 
 def _said(submission: bytes, rows: list[dict[str, Any]], checked: Checked) -> _Said:
     row = rows[0]
-    same = [name for name in (*_NEEDED[:-1], *_VERDICT) if name in row]
+    same = [name for name in (*_NEEDED[:-1], *_ALSO, *_VERDICT) if name in row]
     if any(other[name] != row[name] for other in rows for name in same if row[name] == row[name]):
         checked.say(submission, "its rows do not agree with each other")
     if "proofs" in row and all(item["proofs"] is not None for item in rows):
@@ -173,6 +187,7 @@ def _said(submission: bytes, rows: list[dict[str, Any]], checked: Checked) -> _S
         evidence=evidence,
         rows=len(rows),
         tokens=sum(len(item["tokens"]) // 4 for item in rows),
+        trained=row.get("trained_version"),
     )
 
 
@@ -219,7 +234,7 @@ def _tables(folder: Path) -> Iterator[Any]:
                         f"{path} has no column {missing[0]!r}: an anonymous export cannot be held "
                         "against the ledger"
                     )
-                there = (*_NEEDED, *_VERDICT, *(_PAYLOAD if "proofs" in names else ()))
+                there = (*_NEEDED, *_ALSO, *_VERDICT, *(_PAYLOAD if "proofs" in names else ()))
                 for group in range(file.num_row_groups):
                     yield file.read_row_group(group, columns=[name for name in there if name in names])
         except BarnraiseError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_uses import uses_of
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.tui.console import Progress, emit_json, examples, size
 from barnraise.tui.ledger_source import ledger_file, usable
@@ -115,7 +116,9 @@ def check_rollouts(
 
     with ledger_file(source) as path, usable(), open_ledger(path) as ledger:
         spec = open_run_spec(ledger.run_spec)
-        found = check(dataset, run_id(ledger.run_spec), spec.model.parameters, ledger.entries)
+        run = run_id(ledger.run_spec)
+        uses = uses_of(ledger.uses, spec.operator, run)
+        found = check(dataset, run, spec.model.parameters, ledger.entries, uses)
     good = not found.problems and found.submissions > 0
     if as_json:
         emit_json({"ok": good, **asdict(found)})
