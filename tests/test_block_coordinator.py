@@ -22,12 +22,20 @@ from block_swarm_support import (
     work,
 )
 from coordinator_support import Coordinator
+from remote_support import worker_command
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from barnraise.coordinator import publisher
+from barnraise.coordinator import checkpoints, publisher
 from barnraise.coordinator.block_files import DESCRIPTION, SHARDS, serve_corpus, state_name
-from barnraise.coordinator.block_workers import BlockVerifyJob, corpus_folder
+from barnraise.coordinator.block_workers import (
+    REPORT_FILE,
+    BlockVerifyJob,
+    Contribution,
+    RecombineJob,
+    RoundJob,
+    corpus_folder,
+)
 from barnraise.coordinator.corpus_files import DESCRIPTION as WRITTEN_DESCRIPTION
 from barnraise.coordinator.corpus_files import SHARDS as WRITTEN_SHARDS
 from barnraise.coordinator.corpus_files import open_corpus
@@ -35,6 +43,7 @@ from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.learner_child import ChildLearner
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.remote import Elsewhere
 from barnraise.coordinator.verifier_child import ChildVerifier
 from barnraise.coordinator.verifier_pool import VerifierPool
 from barnraise.coordinator.workers import checkpoint_folder
@@ -176,17 +185,21 @@ async def test_grpo_begins_with_the_recombined_model_and_with_no_version_before_
             assert refused.value.code == "unknown-lease"
 
 
-async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path) -> None:
-    """Real processes: the scaffold with progress on its way, a unit judged, both by message."""
+@pytest.mark.parametrize("far", [False, True], ids=["here", "elsewhere"])
+async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path, far: bool) -> None:
+    """Real processes: the scaffold with its progress, a unit judged, a round and the recombined model."""
     folder = make_pretrain_run(tmp_path, rounds=1, contributors=1)
     setup = setup_of(folder)
-    learner, verifier = ChildLearner(setup, tmp_path / "l.log"), ChildVerifier(setup, tmp_path / "v.log")
+    command = worker_command(tmp_path / "cache")
+    places = [Elsewhere(command, kind, setup) if far else None for kind in ("learner", "verifier")]
+    learner = ChildLearner(setup, tmp_path / "l.log", at=places[0])
+    verifier = ChildVerifier(setup, tmp_path / "v.log", at=places[1])
     said: list[tuple[str, float]] = []
     learner.on_progress = lambda *what: said.append(what)
     try:
         assert (await learner.initial()).version == 0
-        assert said[-1] == (said[-1][0], 1.0)
-        assert said[-1][0].startswith("scaffold: step 4 of 4, loss ")
+        trained = [what for what in said if what[0].startswith("scaffold: step 4 of 4, loss ")]
+        assert trained[-1] == (trained[-1][0], 1.0)
         lease = lease_for(setup)
         unit = train_unit(setup, lease)
         home = Path("units") / "aa"
@@ -201,6 +214,12 @@ async def test_children_do_what_the_workers_of_this_process_do(tmp_path: Path) -
         )
         result = await VerifierPool([verifier]).verify_block(job)
         assert result.verdict.accepted
+        deltas = [Contribution(block=lease.block, slot=lease.slot, delta=job.delta)]
+        deltas.append(msgspec.structs.replace(deltas[0], block=1 - lease.block))  # of the same shapes
+        assert (await learner.train(RoundJob(version=1, contributions=tuple(deltas)))).version == 1
+        assert (await learner.train(RecombineJob(version=2))).version == 2
+        assert checkpoints.complete_versions(folder) == [0, 1, 2]
+        assert (folder / REPORT_FILE).stat().st_size > 0
         (folder / home / "delta.safetensors").unlink()
         with pytest.raises(ChildError, match="cannot be read"):
             await verifier.verify_block(job)

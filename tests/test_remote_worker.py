@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_support import make_run, next_job
 from msgspec import structs
+from remote_support import worker_command
 
 from barnraise.coordinator import remote
 from barnraise.coordinator.learner import Trainer
@@ -38,28 +38,8 @@ from barnraise.protocol.errors import BarnraiseError, ChildError, StorageError
 RUN_ID = bytes(32)
 
 
-def command(cache: Path) -> tuple[str, ...]:
-    """What ``ssh gpu-box barnraise worker`` would start."""
-    start = "from barnraise.tui.main import main; main()"
-    # Elsewhere the coordinator's folders do not exist: nothing may depend on where it is started.
-    return (
-        "env",
-        "-C",
-        "/",
-        sys.executable,
-        "-P",
-        "-c",
-        start,
-        "worker",
-        "--cache",
-        str(cache),
-        "--threads",
-        "1",
-    )
-
-
 def learner_at(cache: Path, setup: WorkerSetup, log: Path) -> ChildLearner:
-    return ChildLearner(setup, log, at=Elsewhere(command(cache), "learner", setup))
+    return ChildLearner(setup, log, at=Elsewhere(worker_command(cache), "learner", setup))
 
 
 def submission_of(job: TrainJob) -> VerifyJob:
@@ -104,7 +84,7 @@ async def test_a_learner_and_a_verifier_elsewhere_do_what_those_here_do(
     finally:
         await far.close()
     verifier = ChildVerifier(
-        there, tmp_path / "verifier.log", at=Elsewhere(command(cache), "verifier", there)
+        there, tmp_path / "verifier.log", at=Elsewhere(worker_command(cache), "verifier", there)
     )
     jobs = (submission_of(next_job(there, 3)),)
     jobs += (structs.replace(jobs[0], payload=jobs[0].payload[:-3]),)
