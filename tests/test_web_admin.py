@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import stat
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -28,6 +29,7 @@ from barnraise.coordinator.operator_events import AlarmRaised, OperatorAct, RunP
 from barnraise.coordinator.web.admin import MAX_BODY, read_body
 from barnraise.coordinator.web.admin_words import ACTS, LOOKS
 from barnraise.coordinator.web.gate import Access, Gate
+from barnraise.coordinator.web.listen import Bind, open_listeners, urls_of
 from barnraise.coordinator.web.openapi import description
 from barnraise.coordinator.web.shell import Server
 from barnraise.coordinator.web.tokens import (
@@ -722,3 +724,25 @@ def test_the_description_names_every_act_with_its_schema_and_that_it_wants_the_t
         assert schema["properties"].keys() == set(item.body.__struct_fields__)
     names = [op["operationId"] for methods in document["paths"].values() for op in methods.values()]
     assert len(names) == len(set(names))
+
+
+async def test_the_commands_that_the_documentation_shows_do_what_it_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs/operate.md").read_text(encoding="utf-8")
+    block = re.search(r"### Steering over HTTP.*?```bash\n(.*?)```", page, re.DOTALL)
+    assert block
+    shown = [line for line in block[1].replace("\\\n", "").splitlines() if line.startswith("curl ")]
+    assert len(shown) == 2
+    if not shutil.which("curl") or not shutil.which("bash"):
+        pytest.skip("curl is not installed (Debian: apt-get install curl)")
+    listeners = open_listeners(Bind("127.0.0.1", 0, fall_back=False))
+    (home,) = urls_of(listeners)
+    async with website(tmp_path, http=listeners) as web:
+        make_token(web.run_folder)
+        said = []
+        for line in shown:
+            here = line.replace("http://127.0.0.1:8080/", home).replace("my-run", str(web.run_folder))
+            done = await trio.run_process(["bash", "-c", here], capture_stdout=True, capture_stderr=True)
+            said.append(json.loads(done.stdout))
+        assert said[0]["run"] == "test run"
+        assert said[1] == {"paused": {"by": "operator", "reason": "moving the machine"}}
+        assert web.core.state.operations.paused is not None
