@@ -25,9 +25,6 @@ def export_model(run_folder: Path, target: Path, version: int | None = None) -> 
         ModelError: the checkpoint is damaged.
         StorageError: the disk refused.
     """
-    from barnraise.kernels.lora import merge_adapter
-    from barnraise.kernels.models import load_policy, save_weights
-
     spec, _, _ = read_spec(run_folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} exists and is not an empty folder: choose another, or remove it")
@@ -46,6 +43,9 @@ def export_model(run_folder: Path, target: Path, version: int | None = None) -> 
             shutil.copyfile(folder / WEIGHTS_FILE, target / WEIGHTS_FILE)
             sync_folder(target)
         else:
+            from barnraise.kernels.lora import merge_adapter
+            from barnraise.kernels.models import load_policy, save_weights
+
             policy = load_policy(folder, "float32")
             merge_adapter(policy.model)
             save_weights(policy.model, target / WEIGHTS_FILE, spec.model.weights_dtype)

@@ -20,6 +20,7 @@ from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.operator_events import RollbackOrdered, SettingsAmended
 from barnraise.coordinator.report_data import Report, collect
 from barnraise.protocol.envelope import open_signed
+from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.messages import TreeHead
 from barnraise.protocol.moments import shown_moment
 from barnraise.protocol.spec import RunSpec
@@ -174,15 +175,20 @@ def code(text: str) -> str:
 
 
 def write_card(folder: Path, target: Path, version: int) -> Path:
-    """Write ``README.md`` and its curves into ``target``; return the card's path.
+    """Write ``README.md`` and its curves into ``target``, which is made; return the card's path.
 
     Raises:
-        RunFolderError, StorageError: the run cannot be read.
+        RunFolderError, StorageError: the run cannot be read, or has no such version.
         OSError: the disk refused.
     """
     from barnraise.coordinator.report_plots import draw
 
     facts = facts_of(folder)
+    if version > max(0, facts.report.version):
+        raise RunFolderError(
+            f"version {version} of {folder} is not there: the newest is {facts.report.version}"
+        )
+    target.mkdir(parents=True, exist_ok=True)
     plots = draw(facts.report, target) if facts.report.rewards else {}
     path = target / "README.md"
     path.write_text(card(facts, version, [place.name for place in plots.values()]), encoding="utf-8")

@@ -97,8 +97,25 @@ def test_what_an_operator_types_is_done_once_and_said_as_it_is(
         code, reply = call(capsys, "admit", "ban", run.folder, "anna", "--reason", "floods", "--for", "1d")
         assert (code, reply["node"]) == (0, peer_id_of(key_of(0)))
         assert coordinator("stop", run.folder) == (0, {"stopped": True, "ran": True})
-        assert coordinator("stop", run.folder) == (0, {"stopped": True, "ran": False})
+        for command in ("stop", "drain"):
+            assert coordinator(command, run.folder) == (0, {"stopped": True, "ran": False})
         assert coordinator("pause", run.folder, "--reason", "x")[0] == 1
+
+
+def test_what_is_no_run_folder_is_said_so_and_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        for command in (
+            ("coordinator", "stop", place),
+            ("coordinator", "drain", place),
+            ("run", "card", place),
+            ("run", "export-model", place, place / "model"),
+        ):
+            code, said = call(capsys, *command)
+            assert code in (1, 2), command
+            assert f"{place} is no" in said, command
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_drain_waits_for_the_work_at_hand_and_ends_the_coordinator_unpaused(
@@ -114,7 +131,10 @@ def test_a_drain_waits_for_the_work_at_hand_and_ends_the_coordinator_unpaused(
 
         helper = threading.Thread(target=run.within, args=(later,))
         helper.start()
-        assert call(capsys, "coordinator", "drain", run.folder, "--within", "1m") == (0, {"stopped": True})
+        assert call(capsys, "coordinator", "drain", run.folder, "--within", "1m") == (
+            0,
+            {"stopped": True, "ran": True},
+        )
         helper.join()
         assert run.web.core.state.operations.paused is None
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 from coordinator_history import published
 from coordinator_support import make_run, opened
@@ -11,6 +12,7 @@ from barnraise.coordinator.events import NodeJoined
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.operator_events import SettingsAmended
 from barnraise.coordinator.run_card import card, facts_of, write_card
+from barnraise.protocol.errors import RunFolderError
 
 EVIL = "<script>|`x`](http://e)"
 
@@ -54,7 +56,9 @@ async def test_a_card_names_task_changes_credits_and_the_signed_head(tmp_path: P
 async def test_a_volunteers_name_is_text_and_breaks_no_table(tmp_path: Path) -> None:
     run_folder = await amended_run(tmp_path)
     target = tmp_path / "card"
-    target.mkdir()
+    with pytest.raises(RunFolderError, match="the newest is"):
+        write_card(run_folder, target, 99)
+    assert not target.exists()
     text = write_card(run_folder, target, 0).read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if "script" in line)
     assert "<script>" not in text

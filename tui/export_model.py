@@ -28,6 +28,8 @@ def export_model(
     from barnraise.coordinator.model_export import export_model as export
 
     done = export(folder, target, version)
+    if not as_json:
+        typer.echo(f"version {done} is there; writing the run's card", err=True)
     put_card(folder, target, done)
     if as_json:
         emit_json({"version": done, "folder": str(target)})
@@ -65,7 +67,6 @@ def put_card(folder: Path, target: Path, version: int) -> Path:
     from barnraise.coordinator.run_card import write_card
 
     try:
-        target.mkdir(parents=True, exist_ok=True)
         return write_card(folder, target, version)
     except OSError as error:
         raise StorageError(f"cannot write the run's card to {target}: {error}; see --to") from error

@@ -69,7 +69,14 @@ def drain(
 
     Ctrl-C ends the waiting, and work is lent again.
     """
-    command(folder, "drain", seconds=seconds_of(within))
+    seconds = seconds_of(within)
+    if not _locked(folder):
+        if as_json:
+            emit_json({"stopped": True, "ran": False})
+        else:
+            typer.echo(f"no coordinator serves {folder}: nothing to drain")
+        return
+    command(folder, "drain", seconds=seconds)
     try:
         left = _wait_drained(folder, as_json)
     except BaseException:
@@ -82,7 +89,7 @@ def drain(
             f"{within}), or 'coordinator stop' (what is handed in later finds it when it is back)"
         )
     if as_json:
-        emit_json({"stopped": True})
+        emit_json({"stopped": True, "ran": True})
     else:
         typer.echo("stopped; 'barnraise coordinator run' goes on where it was")
 
@@ -94,6 +101,11 @@ def stop(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         emit_json({"stopped": True, "ran": ran})
     else:
         typer.echo("stopped" if ran else f"no coordinator serves {folder}: nothing to stop")
+
+
+def show_status(folder: Path = FOLDER, as_json: bool = JSON) -> None:
+    """Show the state of the coordinator that serves a run."""
+    status(folder, as_json)
 
 
 def token(
@@ -119,9 +131,10 @@ def token(
 
 def register(app: typer.Typer) -> None:
     """Add these commands to ``barnraise coordinator``."""
-    app.command(short_help="Lend no work for now.", epilog=examples("coordinator pause ./my-run --reason x"))(
-        pause
-    )
+    app.command(
+        short_help="Lend no work for now.",
+        epilog=examples("coordinator pause ./my-run --reason 'moving the machine'"),
+    )(pause)
     app.command(short_help="Go on after a pause.", epilog=examples("coordinator resume ./my-run"))(resume)
     app.command(
         short_help="Take an earlier version up again.",
@@ -137,8 +150,8 @@ def register(app: typer.Typer) -> None:
         epilog=examples("coordinator token ./my-run", "coordinator token ./my-run --new"),
     )(token)
     app.command(
-        "status", short_help="Show its state.", epilog=examples("coordinator status ./my-run --watch")
-    )(status)
+        "status", short_help="Show its state.", epilog=examples("coordinator status ./my-run --json")
+    )(show_status)
 
 
 def _say(reply: dict[str, Any], as_json: bool) -> None:
@@ -196,11 +209,13 @@ def _wait_ended(folder: Path) -> None:
 
 def _locked(folder: Path) -> bool:
     """Whether a coordinator holds the run folder."""
+    if not (folder / "spec.bin").is_file():
+        raise BarnraiseError(f"{folder} is no run folder")
     try:
         with (folder / "lock").open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError as error:
-        raise BarnraiseError(f"{folder} is no run folder") from error
+    except PermissionError as error:
+        raise BarnraiseError(f"{folder} is somebody else's: use the account that serves it") from error
     except OSError:
         return True
     return False
