@@ -6,8 +6,8 @@
     OUT/data/train-00000.parquet   zstd; shards of a bounded size, by policy version
 
 OUT appears whole or not at all. It is made in ``OUT.partial``: an export that was broken off goes on there
-with the first shard that is missing, or is not what it would be now. One piece of about 32 MB is in memory
-at a time. The same run and the same wishes give the same bytes, with one release of pyarrow.
+with the first shard that is missing, or is not what it would be now. No more than about 32 MB of rows are
+in memory at a time. The same run and the same wishes give the same bytes, with one release of pyarrow.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from barnraise.coordinator.rollout_card import Summary, card
-from barnraise.coordinator.rollout_files import GROUP_BYTES, writing
+from barnraise.coordinator.rollout_files import writing
 from barnraise.coordinator.rollout_source import Moved, Piece, Source, Tell, Wanted, open_source
 from barnraise.coordinator.rollout_table import FORMAT, METADATA, need_pyarrow
 from barnraise.coordinator.rollout_text import Texts, export_schema, shown
 from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.errors import RunFolderError, StorageError
 
+ROW_GROUP_BYTES = 32 * 1024 * 1024
 TRIES = 8  # plans that a coordinator may overtake
 
 
@@ -185,6 +186,6 @@ def _write_shard(
             table = shown(piece.read(), wanted, texts, f"{number:05d}-{place:04d}").cast(columns)
             rows.note(table)
             waiting.append(table)
-            if place == len(shard) - 1 or sum(item.nbytes for item in waiting) >= GROUP_BYTES:
+            if place == len(shard) - 1 or sum(item.nbytes for item in waiting) >= ROW_GROUP_BYTES:
                 writer.write_table(need_pyarrow().concat_tables(waiting))  # small versions share a row group
                 waiting = []

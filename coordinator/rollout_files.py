@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts"
 GB = 1e9
-GROUP_BYTES = 32 * 1024 * 1024  # of payloads in one row group, about: what is in memory at a time
+GROUP_BYTES = 8 * 1024 * 1024  # of payloads in one row group, about: in memory at a time, and one long step
 _NAME = re.compile(r"v([0-9]{6,10})(?:-([0-9]{1,6}))?\.parquet")
 _TEMPORARY = ".tmp-"
 

@@ -22,7 +22,7 @@ MEAN_SHARE = 0.6  # of the longest completion, on average
 USABLE_SHARE = 0.6  # of groups have an advantage
 NOTHING_S = 5.0  # spreading that takes less holds nobody up
 VERIFIERS_HOLD = 2  # policy versions in memory
-ROLLOUT_BYTES = 4.5  # a token that is kept as Parquet (docs/operate.md, Rollouts)
+ROLLOUT_BYTES = 4.7  # a token that is kept as Parquet (docs/operate.md, Rollouts)
 PROOF_BYTES = 8.2
 GB = 1e9
 
