@@ -18,7 +18,8 @@ from typing import Any
 
 import trio
 
-from barnraise.coordinator import publisher, scheduler
+from barnraise.coordinator import publisher, scheduler, unit_lines
+from barnraise.coordinator.act_lines import log_acts
 from barnraise.coordinator.amending import tell_amendments
 from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
@@ -179,6 +180,7 @@ async def run_coordinator(
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
         core.listeners.append(partial(tell_amendments, hub))
+        core.listeners.append(partial(log_acts, core))
         guard = GuardBelt(core, hub, guards)
         core.listeners.append(guard.hear)
         learner.on_progress = progress.note

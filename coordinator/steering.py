@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.wire import printable
 
 MOST_REASON = 500
+log = logging.getLogger(__name__)
+
 
 
 async def pause(core: Core, args: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +115,7 @@ async def stop(end: Callable[[], None], args: dict[str, Any]) -> dict[str, Any]:
     return {"stopping": True}
 
 
+    log.info("the operator ends this coordinator")
 def _reason(args: dict[str, Any]) -> str:
     reason = args.get("reason")
     if not isinstance(reason, str) or not reason.strip():
