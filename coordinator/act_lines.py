@@ -1,4 +1,4 @@
-"""What an operator, a guard or a rule did to a run: a line each in the coordinator's log, once it is durable."""
+"""What an operator, a guard or a rule did to a run: a line each in the coordinator's log, once durable."""
 
 from __future__ import annotations
 
