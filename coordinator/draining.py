@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import trio
 
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.events import Event
+from barnraise.coordinator.guards import GRAVE
 from barnraise.coordinator.operator_events import RunPaused, RunResumed
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.state import State
@@ -30,15 +32,25 @@ def at_hand(state: State) -> int:
     return lent + blocks + len(state.waiting) + len(state.blocks.waiting)
 
 
+def is_drain(paused: RunPaused) -> bool:
+    """Whether a pause is a draining's own, and ends with it."""
+    return paused.by == "operator" and paused.reason == REASON
+
+
 @dataclass
 class Drain:
-    """At most one at a time. ``end``: a clean end of this process, as by Ctrl-C."""
+    """At most one at a time.
+
+    Attributes:
+        end: a clean end of this process, as by Ctrl-C.
+        guards_pause: whether guards may pause the run.
+    """
 
     core: Core
     progress: Progress
     end: Callable[[], None]
+    guards_pause: bool = True
     _until: float = 0.0
-    _pauses: bool = False  # whether the pause is the draining's own
     _asked: trio.Event = field(default_factory=trio.Event)
 
     async def ask(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -59,23 +71,26 @@ class Drain:
         else:
             if core.state.operations.paused is None:
                 await core.record([RunPaused(by="operator", reason=REASON, at_ms=core.now_ms())])
-                self._pauses = True
             self._until = trio.current_time() + seconds
             self.progress.draining_until_ms = core.now_ms() + seconds * 1000
             self._asked.set()
         return {"at_hand": at_hand(core.state), "until": self.progress.draining_until_ms}
 
     async def run(self) -> None:
-        """Drain whenever it is asked for, until cancelled."""
+        """Drain whenever it is asked for, until cancelled. One that died with its process is over."""
+        await self._try(self._unpause)
         while True:
             await self._asked.wait()
             self._asked = trio.Event()
             while self.progress.draining_until_ms is not None:
-                try:
-                    await self._look()
-                except StorageError as error:
-                    log.error("draining: %s", error)
+                await self._try(self._look)
                 await trio.sleep(_LOOK_EVERY_S)
+
+    async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await step()
+        except StorageError as error:
+            log.error("draining: %s", error)
 
     async def _look(self) -> None:
         left = at_hand(self.core.state)
@@ -95,6 +110,14 @@ class Drain:
         self.progress.draining_until_ms = None
 
     async def _unpause(self) -> None:
-        if self._pauses and self.core.state.operations.paused is not None:
-            await self.core.record([RunResumed(at_ms=self.core.now_ms())])
-        self._pauses = False
+        """End the draining's own pause. What a guard would have paused the run for meanwhile does now."""
+        operations, now = self.core.state.operations, self.core.now_ms()
+        paused = operations.paused
+        if paused is None or not is_drain(paused):
+            return
+        events: list[Event] = [RunResumed(at_ms=now)]
+        for alarm in operations.alarms.values():
+            if self.guards_pause and alarm.kind in GRAVE and alarm.at_ms >= paused.at_ms:
+                events.append(RunPaused(by="guard", reason=f"{alarm.kind}: {alarm.text}"[:500], at_ms=now))
+                break
+        await self.core.record(events)

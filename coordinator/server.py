@@ -200,7 +200,7 @@ async def run_coordinator(
                     await offload(partial(serve_corpus, run.path, run.spec.pretrain.corpus, store))
                 await publish.serve_head()
                 end_soon = partial(nursery.start_soon, _end_soon, end or nursery.cancel_scope.cancel)
-                drain = Drain(core, progress, end_soon)
+                drain = Drain(core, progress, end_soon, guards.pause)
                 commands = operator_commands(core, run, drain, end_soon)
                 if control:
                     changed = Changed()

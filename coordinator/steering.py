@@ -8,27 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.draining import is_drain
 from barnraise.coordinator.events import Event
 from barnraise.coordinator.operator_events import AlarmCleared, RollbackOrdered, RunPaused, RunResumed
 from barnraise.coordinator.rollback import can_return, cannot_be_done, published_as
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.wire import printable
 
-MOST_REASON = 500
 log = logging.getLogger(__name__)
 
+MOST_REASON = 500
 
 
 async def pause(core: Core, args: dict[str, Any]) -> dict[str, Any]:
     """Command ``pause``: ``reason``. No new leases and batches; work at hand is taken and judged.
 
+    One that is in force stays as it is, unless it would end with a draining.
+
     Raises:
         RefusedError: no reason is given.
         StorageError: the disk refused.
     """
-    reason = _reason(args)
-    if core.state.operations.paused is None:
-        await core.record([RunPaused(by="operator", reason=reason, at_ms=core.now_ms())])
+    reason, now, before = _reason(args), core.now_ms(), core.state.operations.paused
+    if before is None or is_drain(before):
+        events: list[Event] = [] if before is None else [RunResumed(at_ms=now)]
+        await core.record([*events, RunPaused(by="operator", reason=reason, at_ms=now)])
     return _paused(core)
 
 
@@ -111,11 +115,11 @@ async def stop(end: Callable[[], None], args: dict[str, Any]) -> dict[str, Any]:
     """Command ``stop``: a clean end, as by Ctrl-C."""
     if args:
         raise RefusedError("bad-argument", "stop takes no arguments")
+    log.info("the operator ends this coordinator")
     end()
     return {"stopping": True}
 
 
-    log.info("the operator ends this coordinator")
 def _reason(args: dict[str, Any]) -> str:
     reason = args.get("reason")
     if not isinstance(reason, str) or not reason.strip():

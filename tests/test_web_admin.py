@@ -505,6 +505,46 @@ async def test_a_drain_that_is_given_up_or_late_lets_the_run_go_on_as_it_was(
     assert (paused.reason if paused else None) == ("mine" if how == "paused before" else None)
 
 
+@pytest.mark.parametrize("who", ["operator", "guard"])
+async def test_what_pauses_the_run_during_a_drain_pauses_it_after_a_drain_that_is_late(
+    web: Web, autojump_clock: MockClock, who: str
+) -> None:
+    await act(web, "drain", {"seconds": 5})
+    if who == "operator":
+        told = await act(web, "pause", {"reason": "mine"})
+        assert told["paused"]["reason"] == "mine"
+    else:
+        text = "the reward fell: see `barnraise report`"
+        now = web.core.now_ms()
+        await web.core.record(
+            [
+                AlarmRaised(kind=kind, value=0.1, limit=0.2, text=text, version=5, at_ms=now)
+                for kind in ("stall", "reward-collapse")
+            ]
+        )
+    await trio.sleep(10)
+    paused = web.core.state.operations.paused
+    assert paused is not None
+    assert (paused.by, paused.reason.partition(":")[0]) == (
+        who,
+        "mine" if who == "operator" else "reward-collapse",
+    )
+
+
+async def test_a_drain_that_died_with_its_coordinator_is_over_at_the_next_start(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with website(tmp_path) as web:
+        await web.record(ordinary(web.core.run_id).events)
+        await web.service.admin.commands["drain"]({"seconds": 600})
+        assert web.core.state.operations.paused is not None
+    async with website(tmp_path) as web:
+        await web.core.open()
+        await trio.sleep(1)
+        assert web.core.state.operations.paused is None
+        assert not web.ended.is_set()
+
+
 # --- what is refused of a body
 
 
