@@ -11,6 +11,11 @@ introduced to each other: the newcomer is spliced into a link, nobody else is sh
 one, and no eviction leads to the next. A node that leaves ties its neighbours together
 likewise. Who lacks a link or two asks few, since nearly everybody is full.
 
+The paper takes for granted that everybody can be dialled. A *guest* is a neighbour that
+cannot, and guests have places of their own: else, where most nodes are guests, they would
+push each other out without rest. A guest that asks is refused when all places are taken,
+but for one without any link: it gets the place of whoever has had one longest.
+
 A state machine without sockets, clock or randomness of its own: events in (methods),
 effects out. Times are seconds of the caller's monotonic clock. ``wake_at`` says when
 ``on_time`` is due. Ids of peers are those the transport proved.
@@ -50,10 +55,17 @@ class ViewConfig(Struct, frozen=True):
     doubles, from ``shuffle_period`` up to ``shuffle_longest``, or a quarter of it while one is
     missing: in a swarm at rest they are most of what is sent. ``join_walks``: walks on which
     a full node sends a newcomer; each brings it two links.
+
+    ``guests``: neighbours beyond ``active`` that only dial out; ``tenure``: seconds until one of
+    them may have to make room for another. Of itself, a guest asks until ``refusals`` full views
+    between two shuffles said no.
     """
 
     active: int = 8
     passive: int = 48
+    guests: int = 32
+    tenure: float = 60.0
+    refusals: int = 4
     spare: int = 2
     join_walks: int = 3
     active_walk: int = 4
@@ -98,7 +110,9 @@ class Views:
         self._bootstrap = tuple(contact for contact in bootstrap if contact.peer_id != me.peer_id)
         self._rng = rng
         self.pending: dict[str, tuple[str, Contact, float]] = {}  # dialled or asked: purpose, whom, until
+        self._guests: dict[str, float] = {}  # of the active view, those that only dial out: since when
         self._refused: set[str] = set()  # asked since the last shuffle, and full
+        self._refusals = 0  # since the last shuffle
         self._polite = 0  # requests since the last shuffle that nobody has to grant
         self._budgets: dict[str, _Budget] = {}
         self._connected: set[str] = set()
@@ -188,8 +202,8 @@ class Views:
         of nodes that know only each other finds back.
         """
         effects: Effects = []
-        if len(self.active) >= self.config.active:
-            effects += self._part(self._rng.choice(sorted(self.active)))
+        if self._crowded:
+            effects += self._part(self._rng.choice(self._hosts()))
         fresh = [contact for peer, contact in self.passive.items() if peer not in self.pending]
         self._refreshes += 1
         if not fresh or self._refreshes % 2 == 0:
@@ -213,9 +227,9 @@ class Views:
             return [Disconnect(peer)]
         match message:
             case OverlayJoin(addresses=addresses):
-                return self._on_join(Contact(peer_id=peer, addresses=addresses))
+                return self._on_join(Contact(peer_id=peer, addresses=addresses), now)
             case Neighbour(addresses=addresses, urgent=urgent):
-                return self._on_neighbour(Contact(peer_id=peer, addresses=addresses), urgent)
+                return self._on_neighbour(Contact(peer_id=peer, addresses=addresses), urgent, now)
             case NeighbourReply(accepted=accepted):
                 return self._on_reply(peer, accepted, now)
             case ShuffleReply(sample=sample):
@@ -230,7 +244,7 @@ class Views:
                     self._remember(contact)
                     self._refused.add(peer)
                     effects.append(Disconnect(peer))
-                    if len(self.active) < self._enough:
+                    if self._links < self._enough:
                         self._hurry(now)
                 return effects + self._repair(now)
         if peer not in self.active:
@@ -258,10 +272,10 @@ class Views:
         if self._shuffle_at is not None and self._shuffle_at <= now:
             self._shuffle_at = now + self._next_period()
             self._refused.clear()
-            self._polite = 0
+            self._polite = self._refusals = 0
             effects += self._shuffle()
             self._shuffles += 1
-            if self._shuffles % _LOOK_BACK == 0 and len(self.active) < self.config.active:
+            if self._shuffles % _LOOK_BACK == 0 and not self._crowded:
                 effects += self._look_back(now)
         if self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
@@ -270,17 +284,23 @@ class Views:
 
     # --- answers
 
-    def _on_join(self, contact: Contact) -> Effects:
+    def _on_join(self, contact: Contact, now: float) -> Effects:
         peer = contact.peer_id
-        effects: Effects = [Send(peer, NeighbourReply(accepted=True))]  # before anything on the new link
-        effects.append(Send(peer, ShuffleReply(sample=self._sample(peer))))
-        effects += self._link_anew(contact)
+        contacts = Send(peer, ShuffleReply(sample=self._sample(peer)))
+        effects: Effects = []
+        if not self._has_room(contact):
+            oldest = next((each for each in self._guests if each != peer), "")
+            if not contact.addresses and self._guests.get(oldest, now) + self.config.tenure > now:
+                return [contacts, Send(peer, NeighbourReply(accepted=False))]
+            effects += self._part(oldest) if not contact.addresses else []
+        effects.append(Send(peer, NeighbourReply(accepted=True)))  # before anything on the new link
+        effects += [contacts, *self._link_anew(contact, now)]
         if not contact.addresses:  # it cannot be dialled, so it looks for its neighbours itself
             return effects
         others = [other for other in self.active if other != peer]
         walk = ForwardJoin(newcomer=contact, ttl=self.config.active_walk)
-        crowded = len(self.active) >= self.config.active  # else there is room everywhere
-        chosen = self._rng.sample(others, min(len(others), self.config.join_walks)) if crowded else others
+        few = min(len(others), self.config.join_walks)
+        chosen = self._rng.sample(others, few) if self._crowded else others  # else there is room everywhere
         return effects + [Send(other, walk) for other in chosen]
 
     def _on_forward_join(self, sender: str, newcomer: Contact, ttl: int, now: float) -> Effects:
@@ -289,19 +309,24 @@ class Views:
             return []
         onward = [other for other in self.active if other not in (sender, peer)]
         known = peer in self.active or peer in self.pending
-        room = len(self.active) < self.config.active and ttl <= self.config.passive_walk
+        room = not self._crowded and ttl <= self.config.passive_walk
         if ttl == 0 or not onward or (room and not known):
             return [] if known else self._ask(newcomer, _ADOPT, now)
         if ttl == self.config.passive_walk:
             self._remember(newcomer)
         return [Send(self._rng.choice(onward), ForwardJoin(newcomer=newcomer, ttl=ttl - 1))]
 
-    def _on_neighbour(self, contact: Contact, urgent: bool) -> Effects:
+    def _on_neighbour(self, contact: Contact, urgent: bool, now: float) -> Effects:
         peer = contact.peer_id
-        accepted = urgent or peer in self.active or len(self.active) < self.config.active
+        if contact.addresses:
+            accepted = urgent or peer in self.active or self._has_room(contact)
+        elif urgent or peer in self._guests:
+            accepted = self._has_room(contact)
+        else:
+            accepted = len(self.active) < self.config.active
         effects: Effects = [Send(peer, NeighbourReply(accepted=accepted))]
         if accepted:
-            return effects + self._link_anew(contact)
+            return effects + self._link_anew(contact, now)
         self._remember(contact)
         return effects
 
@@ -309,13 +334,14 @@ class Views:
         purpose, contact, _ = self.pending.pop(peer, (None, None, 0.0))
         if contact is None or purpose == _ANSWER:  # not asked, or no longer waited for
             return [Send(peer, LeaveView())] if accepted and peer not in self.active else []
-        self._backoff = self.config.bootstrap_backoff[0]
-        if accepted and purpose == _POLITE and len(self.active) >= self.config.active:
+        if accepted and purpose == _POLITE and self._crowded:
             self._remember(contact)  # others were faster
             return [Send(peer, LeaveView()), Disconnect(peer)]
         if accepted:
-            return self._link(contact)
+            self._backoff = self.config.bootstrap_backoff[0]
+            return self._link(contact, now)
         self._refused.add(peer)
+        self._refusals += 1
         self._remember(contact)
         return [Disconnect(peer), *self._repair(now)]
 
@@ -344,12 +370,35 @@ class Views:
     def _enough(self) -> int:
         return max(1, self.config.active - self.config.spare)
 
+    @property
+    def _links(self) -> int:
+        """Neighbours that are not guests: those that count towards ``active``."""
+        return len(self.active) - len(self._guests)
+
+    @property
+    def _crowded(self) -> bool:
+        return self._links >= self.config.active
+
+    def _hosts(self) -> list[str]:
+        """Neighbours that are not guests."""
+        return sorted(peer for peer in self.active if peer not in self._guests)
+
+    def _has_room(self, contact: Contact) -> bool:
+        """Whether ``contact`` can be a neighbour, or stay one, without another's loss."""
+        if contact.peer_id in self.active and (contact.peer_id in self._guests) == (not contact.addresses):
+            return True
+        if contact.addresses:
+            return not self._crowded
+        return len(self._guests) < self.config.guests or len(self.active) < self.config.active
+
     def _next_period(self) -> float:
         longest = self.config.shuffle_longest
         if len(self.active) < self.config.active:
             longest /= 4
         longest = max(longest, self.config.shuffle_period)
-        quiet = not self._lost and len(self.active) >= self._enough
+        quiet = not self._lost and (
+            len(self.active) >= self._enough or (self._is_guest and bool(self.active))
+        )
         self._period = min(2 * self._period, longest) if quiet else self.config.shuffle_period
         self._lost = False
         return self._period
@@ -373,7 +422,7 @@ class Views:
             (self.active, self.config.shuffle_active),
             (self.passive, self.config.shuffle_passive),
         ):
-            others = [contact for peer, contact in view.items() if peer != for_peer]
+            others = [contact for peer, contact in view.items() if peer != for_peer and contact.addresses]
             chosen += self._rng.sample(others, min(size, len(others)))
         return tuple(chosen)
 
@@ -389,19 +438,21 @@ class Views:
             del self.passive[self._rng.choice(list(self.passive))]
         self.passive[peer] = contact
 
-    def _link_anew(self, contact: Contact) -> Effects:
+    def _link_anew(self, contact: Contact, now: float) -> Effects:
         """Link to a peer that asked; one that was linked knows nothing of it, so all begins again."""
-        return [*self._unlink(contact.peer_id), *self._link(contact)]
+        return [*self._unlink(contact.peer_id), *self._link(contact, now)]
 
-    def _link(self, contact: Contact) -> Effects:
+    def _link(self, contact: Contact, now: float) -> Effects:
         peer = contact.peer_id
         self.pending.pop(peer, None)
         self.passive.pop(peer, None)
         if peer in self.active or peer == self.me.peer_id:
             return []
         effects: Effects = []
-        if len(self.active) >= self.config.active:
-            dropped = self.active[self._rng.choice(sorted(self.active))]
+        if not contact.addresses:
+            self._guests[peer] = now
+        elif self._crowded:
+            dropped = self.active[self._rng.choice(self._hosts())]
             effects += [*self._introduce(dropped, contact), *self._part(dropped.peer_id)]
         self.active[peer] = contact
         self._connected.add(peer)
@@ -416,6 +467,7 @@ class Views:
         return []
 
     def _unlink(self, peer: str) -> Effects:
+        self._guests.pop(peer, None)
         return [] if self.active.pop(peer, None) is None else [LinkDown(peer)]
 
     def _part(self, peer: str) -> Effects:
@@ -434,10 +486,10 @@ class Views:
     def _repair(self, now: float) -> Effects:
         """Replace missing neighbours from the passive view, as many as are not asked for already."""
         purposes = [purpose for purpose, _, _ in self.pending.values() if purpose != _ANSWER]
-        asked = sum(_BRINGS.get(purpose, 1) for purpose in purposes)
+        asked = sum(self._brings(purpose) for purpose in purposes)
         tone = _POLITE if _JOIN in purposes else self._tone()
         effects: Effects = []
-        while (missing := self.config.active - len(self.active)) > asked:
+        while (missing := self.config.active - self._links) > asked and not self._in_vain:
             fresh = [
                 contact
                 for peer, contact in self.passive.items()
@@ -446,17 +498,33 @@ class Views:
             if not fresh or (tone == _POLITE and self._polite >= 2 * missing):
                 break
             self._polite += tone == _POLITE
-            effects += self._ask(self._rng.choice(fresh), tone, now)
-            asked += _BRINGS.get(tone, 1)
+            if self._is_guest and tone == _URGENT and not self.active and _JOIN not in purposes:
+                purposes.append(_JOIN)
+                effects += self._ask(self._rng.choice(fresh), _JOIN, now)
+            else:
+                effects += self._ask(self._rng.choice(fresh), tone, now)
+            asked += self._brings(tone)
         if not self.active and not asked and self._retry_at is None and self._shuffle_at is not None:
             self._refused.clear()
             self._retry_at = now + self._backoff * (0.5 + self._rng.random())
             self._backoff = min(self._backoff * 2, self.config.bootstrap_backoff[1])
         return effects
 
+    @property
+    def _is_guest(self) -> bool:
+        return not self.me.addresses
+
+    @property
+    def _in_vain(self) -> bool:
+        """Whether there is no use in asking: a guest that has a link was refused often enough."""
+        return self._is_guest and bool(self.active) and self._refusals >= self.config.refusals
+
+    def _brings(self, purpose: str) -> int:
+        return 1 if self._is_guest else _BRINGS.get(purpose, 1)
+
     def _tone(self) -> str:
         """Below half of its links a node asks in a way that full views grant, too."""
-        return _URGENT if len(self.active) <= self.config.active // 2 else _POLITE
+        return _URGENT if self._links <= self.config.active // 2 else _POLITE
 
     def _look_back(self, now: float) -> Effects:
         """A group cut off from the rest knows only itself: ask where we came in.

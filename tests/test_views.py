@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treecast_mesh import Mesh
+from treecast_mesh import Mesh, Node
 
 from barnraise.protocol.tree_effects import Connect, Disconnect, LinkUp, Report, Send
 from barnraise.protocol.tree_messages import (
@@ -44,7 +45,10 @@ def component(mesh: Mesh, start: str) -> set[str]:
 def check_links(mesh: Mesh) -> None:
     for name, node in mesh.nodes.items():
         assert name not in node.views.active
-        assert len(node.views.active) <= node.views.config.active
+        guests = [peer for peer in node.views.active if peer.startswith("nat")]
+        assert len(node.views.active) - len(guests) <= node.views.config.active
+        assert len(guests) <= max(node.views.config.guests, node.views.config.active)
+        assert set(node.views._guests) == set(guests)
         assert len(node.views.passive) <= node.views.config.passive
         assert not set(node.views.active) & set(node.views.passive)
         for peer in node.views.active:
@@ -165,12 +169,6 @@ def test_whoever_makes_room_for_a_newcomer_is_introduced_to_it() -> None:
     assert other.connected("new", 1.2) == [Send("new", Neighbour(addresses=("a/me",), urgent=False))]
 
 
-def test_a_newcomer_that_cannot_be_dialled_is_told_whom_to_dial() -> None:
-    effects = full(4).on_message("nat", OverlayJoin(addresses=()), 1.0)
-    (parted,) = [effect.peer for effect in effects if isinstance(effect, Disconnect)]
-    assert Send("nat", ForwardJoin(newcomer=contact(parted), ttl=0)) in effects
-
-
 def test_a_node_that_leaves_ties_its_neighbours_together() -> None:
     effects = full(4).leave()
     told = {effect.peer: effect.message for effect in effects[:2] if isinstance(effect, Send)}
@@ -238,12 +236,73 @@ def test_nodes_that_only_dial_out_find_their_neighbours_themselves() -> None:
     assert not any(peer.startswith("nat") for node in mesh.nodes.values() for peer in node.views.passive)
 
 
+class Losing(Node):
+    """Counts the links it loses."""
+
+    lost = 0
+
+    def link_down(self, peer: str) -> None:
+        self.lost += 1
+
+
+@pytest.mark.parametrize(("hosts", "guests"), [(6, 54), (2, 28)])
+def test_where_nearly_nobody_can_be_dialled_links_come_to_rest_and_nobody_is_without(
+    hosts: int, guests: int
+) -> None:
+    mesh = Mesh(seed=5, config=ViewConfig(guests=20), node=Losing)
+    mesh.add("n0", [])
+    names = [f"n{index}" for index in range(1, hosts)] + [f"nat{index}" for index in range(guests)]
+    mesh.rng.shuffle(names)
+    for name in names:
+        mesh.add(name, ["n0"])
+        mesh.run(0.3)
+    mesh.run(300)
+    before = sum(node.lost for node in mesh.nodes.values())
+    mesh.run(300)
+    check_links(mesh)
+    assert sum(node.lost for node in mesh.nodes.values()) == before
+    assert all(node.views.active for node in mesh.nodes.values())
+    assert component(mesh, "n0") == set(mesh.nodes)
+
+
+def test_more_guests_than_places_take_turns_and_a_place_is_kept_for_a_while() -> None:
+    mesh = Mesh(seed=5, config=ViewConfig(guests=8), node=Losing)
+    mesh.add("n0", [])
+    for index in range(12):
+        mesh.add(f"nat{index}", ["n0"])
+        mesh.run(0.3)
+    had: set[str] = set()
+    for _ in range(30):
+        mesh.run(20)
+        check_links(mesh)
+        had |= set(mesh.nodes["n0"].views.active)
+        assert len(mesh.nodes["n0"].views.active) == 8
+    assert len(had) == 12
+    assert mesh.nodes["n0"].lost <= 8 * 600 / mesh.config.tenure
+
+
+def test_a_guest_never_costs_a_neighbour_that_can_be_dialled_its_link() -> None:
+    node = full(3)
+    node.config = ViewConfig(active=3, guests=1, tenure=60.0)
+    node.on_message("nat1", OverlayJoin(addresses=()), 0.0)
+    for urgent in (True, False):
+        refused = node.on_message("nat2", Neighbour(addresses=(), urgent=urgent), 100.0)
+        assert refused == [Send("nat2", NeighbourReply(accepted=False))]
+    assert Send("nat2", NeighbourReply(accepted=False)) in node.on_message(
+        "nat2", OverlayJoin(addresses=()), 59.0
+    )
+    granted = node.on_message("nat2", OverlayJoin(addresses=()), 60.0)
+    assert Send("nat1", LeaveView()) in granted
+    assert set(node.active) == {"n0", "n1", "n2", "nat2"}
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 2**16),
     st.lists(
         st.tuples(
-            st.sampled_from(["join", "crash", "leave", "cut", "return", "refresh"]), st.floats(0.0, 3.0)
+            st.sampled_from(["join", "guest", "crash", "leave", "cut", "return", "refresh"]),
+            st.floats(0.0, 3.0),
         ),
         max_size=40,
     ),
@@ -264,6 +323,9 @@ def test_any_interleaving_of_joins_leaves_and_lost_links_ends_symmetric_and_conn
         match step:
             case "join":
                 mesh.add(f"n{count}", ["n0"])
+                count += 1
+            case "guest":
+                mesh.add(f"nat{count}", ["n0"])
                 count += 1
             case "crash" if others:
                 mesh.crash(rng.choice(others))
