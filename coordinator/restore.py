@@ -30,6 +30,7 @@ from barnraise.coordinator.journal_mark import write_mark
 from barnraise.coordinator.journal_place import SQLITE, place_for, write_place
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.run_file import RUN_FILE
 from barnraise.coordinator.snapshot import Fold
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.durable import sync_folder
@@ -188,6 +189,8 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
         now_ms=max(now_ms, spec.created_at + 1),
         identity=identity,
     )
+    if (backup / RUN_FILE).is_file():  # what is this machine's to say: how to serve, what to keep, guards
+        copy_file(backup / RUN_FILE, part / RUN_FILE)
     before = part / BEFORE
     before.mkdir()
     copy_file(backup / MANIFEST, before / MANIFEST)

@@ -18,6 +18,7 @@ from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.journal_place import journal_path
 from barnraise.coordinator.migrate import migrate
 from barnraise.coordinator.restore import restore
+from barnraise.coordinator.run_file import operating
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.memory_network import MemorySwarm
@@ -148,7 +149,9 @@ async def test_a_run_that_took_not_everybody_takes_not_everybody_when_it_is_rest
         core = coordinator.state.args[0]  # type: ignore[attr-defined]
         changes = {"admission": '"invite"', "rollout.versions": "9"}
         await amend(core, {"changes": changes, "reason": "a closed group"})
+    (folder / "run.toml").write_text("[keep]\nrollouts = 'all'\n")
     back_up(folder, backup, 5_000)
     restore(backup, elsewhere, 9_000)
     spec = read_spec(elsewhere)[0]
     assert (spec.admission, spec.rollout.versions) == ("invite", 9)
+    assert operating(elsewhere).keep.rollouts == "all"
