@@ -10,6 +10,7 @@ import pytest
 import trio.testing
 from coordinator_support import coordinating, make_run, node, opened
 
+from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.journal_copy import copy_journal
 from barnraise.coordinator.journal_place import journal_path, place_for, read_place
@@ -19,6 +20,7 @@ from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.memory_network import MemorySwarm
 from tests.postgres_support import Server
 from tests.server_support import head_is, volunteer
+from tests.test_older_run import RELEASES, kept_by
 
 Clock = trio.testing.MockClock
 
@@ -106,6 +108,17 @@ async def test_a_copy_that_was_broken_off_goes_on_and_one_of_another_history_is_
             target.load("events", [(0, b"something else", None)])
             with pytest.raises(RunFolderError, match="another history, or a newer one"):
                 copy_journal(source.store, target)
+
+
+@pytest.mark.parametrize("kind", ["posttrain", "pretrain"])
+def test_an_older_releases_run_moves_as_it_is(tmp_path: Path, database: str, kind: str) -> None:
+    folder, said = kept_by(RELEASES[0], kind, tmp_path)
+    before = everything(folder)
+    assert migrate(folder, database).moved
+    assert everything(folder) == before
+    with opened(folder) as run, closing(Journal(run.journal_path)) as journal:
+        core = Core(journal, run.spec, run.run_id, run.identity, lambda: 1, in_place)
+    assert {"size": len(core.ledger), "root": core.ledger.root().hex()} == said["ledger"]
 
 
 def test_a_run_that_is_served_is_not_moved(tmp_path: Path) -> None:
