@@ -82,6 +82,7 @@ class Circuits:
         self._witnessed: dict[str, tuple[tuple[str, int], ...]] = {}  # callee -> where the relay sees it
         self._settled: dict[str, trio.Event] = {}
         self._dialling: dict[str, str] = {}  # peer -> relay
+        self._answering: dict[str, trio.Event] = {}  # peer whose call we took -> its punch is over
         network.set_handler(STOP_PROTOCOL, self._called)
         network.set_handler(DCUTR_PROTOCOL, self._answer_punch)
 
@@ -112,23 +113,26 @@ class Circuits:
         caller, now = peer_in(offer), trio.current_time()
         often = len(self._calls) == CALLS_PER_MINUTE and now - self._calls[0] < 60.0
         answer = StopMessage(type=StopMessage.STATUS)
-        # Two that call each other at once would each spoil the other's punch: one call is enough.
-        crossed = caller in self._dialling and self._network.peer_id < caller
+        # Two punches to one peer leave from one port to one port and spoil each other: a call is enough.
+        crossed = caller in self._answering or (caller in self._dialling and self._network.peer_id < caller)
         if stream.peer_id != self._relay or often or crossed or self._under_way >= MAX_CALLS:
             answer.status = 202  # type: ignore[assignment]
             await write_message(stream, answer)
             return
         self._calls.append(now)
-        answer.status = OK  # type: ignore[assignment]
-        await write_message(stream, answer)
         self._under_way += 1
+        punched_or_not = self._answering[caller] = trio.Event()
         try:
+            answer.status = OK  # type: ignore[assignment]
+            await write_message(stream, answer)
             assert isinstance(stream, Libp2pStream)
             muxed = await self._network.adopt(
                 stream, caller, initiator=False, bulk=_is_bulk(offer.limit.data)
             )
             try:
-                if await self._punch(muxed, caller, tuple(places(offer.peer.addrs))) or not muxed.usable:
+                punched = await self._punch(muxed, caller, tuple(places(offer.peer.addrs)))
+                self._answered(caller, punched_or_not)
+                if punched or not muxed.usable:
                     await trio.sleep(1.0)  # the caller has to see the new connection first
                     return
                 self.relayed += 1
@@ -137,7 +141,13 @@ class Circuits:
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 2.0):
                     await muxed.close()
         finally:
+            self._answered(caller, punched_or_not)
             self._under_way -= 1
+
+    def _answered(self, caller: str, over: trio.Event) -> None:
+        over.set()
+        if self._answering.get(caller) is over:
+            del self._answering[caller]
 
     async def _punch(self, muxed: GuardedYamux, peer: str, witnessed: tuple[tuple[str, int], ...]) -> bool:
         """The called side of DCUtR: leads, and is the one that speaks first on the new connection."""
@@ -169,19 +179,34 @@ class Circuits:
             PeerError: the relay refuses; or no hole could be punched, and it lends its
                 circuits for nothing else.
         """
+        if await self._met_by_its_call(peer):
+            return
         request = HopMessage(type=HopMessage.CONNECT)
         request.peer.id = peer_bytes(peer)
-        self._dialling[peer] = relay
-        try:
-            await self._dial(relay, peer, request)
-        except _NotTakenError:
-            with trio.move_on_after(CROSSED_S):  # it may be calling us at this very moment
-                while not self._network.connected(peer):
-                    await trio.sleep(0.05)
-            if not self._network.connected(peer):
-                raise
-        finally:
-            del self._dialling[peer]
+        for attempt in (1, 2):
+            self._dialling[peer] = relay
+            try:
+                await self._dial(relay, peer, request)
+                return
+            except _NotTakenError:
+                del self._dialling[peer]  # from here on its calls are not crossed by ours
+                with trio.move_on_after(CROSSED_S):  # one may be on its way to us at this very moment
+                    while peer not in self._answering and not self._network.connected(peer):
+                        await trio.sleep(0.05)
+                if await self._met_by_its_call(peer) or self._network.connected(peer):
+                    return
+                if attempt == 2:  # the first may have met a call of its that the relay then refused
+                    raise
+            finally:
+                self._dialling.pop(peer, None)
+
+    async def _met_by_its_call(self, peer: str) -> bool:
+        """Wait out the call from ``peer`` that is under way, if any; whether it is connected after one."""
+        under_way = self._answering.get(peer)
+        if under_way is None:
+            return False
+        await under_way.wait()  # bounded: the handshake's time and the punch's
+        return self._network.connected(peer)
 
     async def _dial(self, relay: str, peer: str, request: HopMessage) -> None:
         stream, reply = await self._request(relay, request)

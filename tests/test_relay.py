@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
 from multiaddr import Multiaddr
 
-from barnraise.protocol.addresses import parse_circuit
-from barnraise.protocol.circuit import BULK_LEAST
+from barnraise.protocol import circuit
+from barnraise.protocol.addresses import parse_address, parse_circuit
+from barnraise.protocol.circuit import BULK_LEAST, Circuits
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.libp2p_network import Libp2pNetwork, open_libp2p
@@ -90,6 +91,50 @@ async def test_a_relay_that_only_arranges_punches_is_no_way_for_anything_else() 
             await caller.connect(way_to(relay, called))
         assert not caller.connected(called.peer_id)
         assert relay.carried < 64 * 1024
+
+
+@pytest.mark.parametrize("first", ["smaller", "larger", "nobody"])
+async def test_two_that_call_each_other_punch_once_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Two at a time would punch from the same port to the same port, and each spoil the other's."""
+    monkeypatch.setattr(circuit, "CROSSED_S", 0.1)  # far less than what follows takes
+    punches = 0
+    async with (
+        open_libp2p(Identity.generate(), LOOPBACK) as middle,
+        open_libp2p(Identity.generate(), LOOPBACK, circuits=True) as one,
+        open_libp2p(Identity.generate(), LOOPBACK, circuits=True) as two,
+    ):
+        relay = Relay(middle, LimitSpec())
+        middle.set_handler(HOP_PROTOCOL, relay.serve)
+        nodes = smaller, larger = sorted((one, two), key=lambda node: node.peer_id)
+        for node in nodes:
+            await node.connect(middle.addresses[0])
+            assert node.circuits is not None
+            await node.circuits.reserve(middle.peer_id)
+
+        async def punch(self: Circuits, muxed: object, peer: str, witnessed: object) -> bool:
+            """A hole, where there is no router: the callee dials, after a while."""
+            nonlocal punches
+            punches += 1
+            await trio.sleep(0.4)
+            caller = larger if peer == larger.peer_id else smaller
+            await self._network._dial(caller.addresses[0], *parse_address(caller.addresses[0]))
+            assert caller.circuits is not None
+            caller.circuits._settled[self._network.peer_id].set()
+            return True
+
+        monkeypatch.setattr(Circuits, "_punch", punch)
+
+        async def call(caller: Libp2pNetwork, called: Libp2pNetwork, waits: bool) -> None:
+            await trio.sleep(0.2 if waits else 0)  # in the middle of the other's call
+            assert await caller.connect(way_to(relay, called)) == called.peer_id
+
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call, smaller, larger, first == "larger")
+                nursery.start_soon(call, larger, smaller, first == "smaller")
+        assert punches == 1
 
 
 async def test_a_circuit_ends_at_its_limit_of_bytes() -> None:
