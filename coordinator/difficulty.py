@@ -13,13 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from barnraise.coordinator.events import Event, LeaseIssued, SubmissionJudged, Submitted
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.messages import RolloutLease
 from barnraise.protocol.seeds import task_seed
 from barnraise.protocol.spec import EnvironmentSpec, RunSpec
-from barnraise.protocol.tasks_mixed import Mixture
+from barnraise.protocol.tasks_mixed import Mixture, WithLength
 
 LOW, HIGH = 0.1, 0.8
 LEAST_PROMPTS = 8  # fewer say little about a part
@@ -58,9 +60,12 @@ def measure(
 ) -> list[Part]:
     """Solve rates at policy ``version``: of each part of a mixture, or of the one environment.
 
-    A prompt's rate is the mean reward of its samples, without regard to a target length.
+    A prompt's rate is the mean reward of its samples, with what a target length took from it. Of a
+    mixture of which lengths are asked, the parts are the mixture's.
     """
     environment = build_environment(spec.environment)
+    if isinstance(environment, WithLength):
+        environment = environment.of
     parts = parts_of(spec.environment)
     mixture = environment if isinstance(environment, Mixture) else None
     leases: dict[bytes, RolloutLease] = {}
@@ -93,19 +98,31 @@ def _count(part: Part, rewards: tuple[float, ...], low: float, high: float) -> N
 
 def parts_of(spec: EnvironmentSpec) -> list[Part]:
     """The parts of a mixture as its settings have them; the environment itself if it is none."""
-    settings = json.loads(spec.settings or "{}")
-    if spec.name != "mixture":
-        return [Part(spec.name, settings, 1.0)]
+    name, settings, _ = _unwrapped(spec)
+    if name != "mixture":
+        return [Part(name, settings, 1.0)]
     return [
         Part(part["name"], part.get("settings", {}), float(part.get("weight", 1.0)))
         for part in settings["parts"]
     ]
 
 
+def _unwrapped(spec: EnvironmentSpec) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Name and settings of what is measured, and the settings of the ``length`` around it, if any."""
+    settings = json.loads(spec.settings.strip() or "{}")
+    if spec.name != "length":
+        return spec.name, settings, None
+    return settings["of"]["name"], settings["of"].get("settings", {}), settings
+
+
 def kept(
-    parts: list[Part], low: float = LOW, high: float = HIGH, least: int = LEAST_PROMPTS
+    parts: list[Part],
+    measured: EnvironmentSpec,
+    low: float = LOW,
+    high: float = HIGH,
+    least: int = LEAST_PROMPTS,
 ) -> EnvironmentSpec:
-    """The mixture of those parts whose solve rate lies between the limits; weights stay.
+    """``measured`` with those parts whose solve rate lies between the limits; weights and lengths stay.
 
     Raises:
         DifficultyError: a part was measured too little, or none is left.
@@ -130,4 +147,6 @@ def kept(
         settings = {
             "parts": [{"name": item.name, "settings": item.settings, "weight": item.weight} for item in good]
         }
-    return EnvironmentSpec(name=name, settings=json.dumps(settings), prompt_format="plain", system_prompt="")
+    if (around := _unwrapped(measured)[2]) is not None:
+        name, settings = "length", {**around, "of": {"name": name, "settings": settings}}
+    return msgspec.structs.replace(measured, name=name, settings=json.dumps(settings))

@@ -9,6 +9,7 @@ from spec_support import run_spec
 
 from barnraise.coordinator.difficulty import DifficultyError, kept, measure
 from barnraise.coordinator.events import LeaseIssued, SubmissionJudged, Submitted
+from barnraise.coordinator.task_check import task_troubles
 from barnraise.protocol import wire
 from barnraise.protocol.environments import Task, TaskError, build_environment
 from barnraise.protocol.messages import RolloutLease, Verdict
@@ -139,21 +140,58 @@ def history(solves: dict[int, float], units: int = 12):
         )
 
 
-def measured(solves: dict[int, float], units: int = 12):
-    return measure(history(solves, units), run_spec(environment=MIXTURE), b"r" * 32)
+def measured(solves: dict[int, float], units: int = 12, of: EnvironmentSpec = MIXTURE):
+    return measure(history(solves, units), run_spec(environment=of), b"r" * 32)
 
 
 def test_the_swarm_measures_each_part_and_what_is_of_use_stays():
     parts = measured({0: 1.0, 1: 0.5})
     assert [round(part.rate, 6) for part in parts] == [1.0, 0.5]
     assert sum(part.prompts for part in parts) == 96
-    left = build_environment(msgspec.structs.replace(kept(parts), prompt_format="plain"))
-    assert "reverse" not in kept(parts).settings
+    left = build_environment(msgspec.structs.replace(kept(parts, MIXTURE), prompt_format="plain"))
+    assert "reverse" not in kept(parts, MIXTURE).settings
     assert left.task(1, held_out=False).prompt
+
+
+def test_a_mixture_of_which_lengths_are_asked_is_filtered_by_its_parts_and_keeps_its_lengths():
+    inner = {"name": "mixture", "settings": {"parts": [REVERSE, SUMS]}}
+    asked = spec("length", of=inner, targets=[8, 16], weight=0.001)
+    parts = measured({0: 1.0, 1: 0.5}, of=asked)
+    assert [part.name for part in parts] == ["reverse", "chain_sum"]
+    left = kept(parts, asked)
+    assert left.name == "length"
+    assert json.loads(left.settings) == {
+        "of": {"name": "mixture", "settings": {"parts": [{**SUMS, "weight": 3.0}]}},
+        "targets": [8, 16],
+        "weight": 0.001,
+    }
+    assert build_environment(left).task(1, held_out=False).target_tokens in (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("environment", "held_out", "said"),
+    [
+        (MIXTURE, None, []),
+        (MIXTURE, spec("absent_"), ["[held_out] "]),
+        (spec("mixture", parts=[]), spec("absent_"), ["[environment] ", "[held_out] "]),
+        (spec("length", of=REVERSE, targets=[4, 8]), None, []),
+        (spec("length", of=REVERSE, targets=[4, 9]), None, ["[environment] asks for answers of 9 tokens"]),
+        (
+            spec("mixture", parts=[{"name": "length", "settings": {"of": REVERSE, "targets": [99]}}]),
+            MIXTURE,
+            ["[environment] asks for answers of 99 tokens"],
+        ),
+    ],
+    ids=["good", "no held-out", "neither", "short", "too long", "too long within"],
+)
+def test_tasks_that_will_not_do_are_named_before_a_run_is_made(environment, held_out, said):
+    found = task_troubles(environment, held_out, 8)
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
 def test_a_filter_says_what_is_missing():
     with pytest.raises(DifficultyError, match="wanted"):
-        kept(measured({0: 0.5, 1: 0.5}, units=1))
+        kept(measured({0: 0.5, 1: 0.5}, units=1), MIXTURE)
     with pytest.raises(DifficultyError, match="harder or easier"):
-        kept(measured({0: 1.0, 1: 0.0}))
+        kept(measured({0: 1.0, 1: 0.0}), MIXTURE)

@@ -2,18 +2,24 @@
 
 import json
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from barnraise.coordinator import presets
 from barnraise.coordinator.checkpoints import Record, write_record
 from barnraise.coordinator.folder import read_spec
+from barnraise.coordinator.pretrain_presets import Choices
 from barnraise.coordinator.publisher import slim
 from barnraise.coordinator.retention import kept_whole
 from barnraise.coordinator.run_estimate import Swarm, estimate
 from barnraise.coordinator.run_file import (
+    OWN,
+    SIGNED,
     Keep,
     RunFile,
     RunFileError,
@@ -25,6 +31,7 @@ from barnraise.coordinator.run_file import (
 )
 from barnraise.coordinator.run_keys import SECTIONS, TEXTS, allowed, keys, reference, write_run_file
 from barnraise.coordinator.workers import Trained, checkpoint_folder
+from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.hello import Floor
 from barnraise.tui.main import app
 
@@ -141,6 +148,40 @@ def test_check_says_what_will_not_do(tmp_path):
     result = CliRunner().invoke(app, ["run", "check", str(path), "--parameters", "7e9", "--nodes", "4"])
     assert result.exit_code == 1
     assert "timeout_s" in result.output
+
+
+ABSURD = (
+    *("0", "1", "-1", "1.5", "1e308", "1e-320", "inf", "nan", "9223372036854775807", "65536", "true", "[]"),
+    *("{}", "[[]]", "1979-05-27", '""', '"x"', '"\\u0000"', '"auto"', '"0001-01-01T00:00:00+14:00"', '"{}"'),
+    *("'" + "[" * 3000 + "'", '"length"', """'{"parts": [{"name": "reverse", "weight": NaN}]}'"""),
+)
+KEYS = [
+    (section, key)
+    for section, kind in {"run": RunSection, "pretrain": Choices, **SIGNED, **OWN}.items()
+    for key in get_type_hints(kind)
+]
+
+
+@given(st.sampled_from(KEYS), st.sampled_from(ABSURD), st.sampled_from(ABSURD))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_check_takes_any_value_or_says_what_is_wrong(tmp_path, place, value, name):
+    section, key = place
+    text = f"[{section}]\n{key} = {value}\n"
+    if section == "pretrain":
+        text += '[run]\nphase = "pretrain"\n'
+    elif section == "environment" and key == "settings":
+        text += f"name = {name}\n"
+    result = CliRunner().invoke(app, ["run", "check", str(written(tmp_path, text)), "--json"])
+    assert result.exception is None or isinstance(result.exception, BarnraiseError | SystemExit), text
+    if result.exit_code == 0:
+        assert json.loads(result.output, parse_constant=pytest.fail)["fits"]
+
+
+@pytest.mark.parametrize("value", ["inf", "1e999", "0.5"])
+def test_check_reckons_with_numbers_alone(value):
+    result = CliRunner().invoke(app, ["run", "check", "absent.toml", "--parameters", value])
+    assert isinstance(result.exception, BarnraiseError)
+    assert "numbers" in str(result.exception)
 
 
 def test_estimates_grow_with_the_model_and_shrink_with_the_swarm():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,10 +82,14 @@ def check(
 ) -> None:
     """Say what is wrong with a run file, and what the run will need: disk, memory, bandwidth, time."""
     from barnraise.coordinator.run_estimate import Swarm
+    from barnraise.coordinator.task_check import task_troubles
 
+    if not all(map(math.isfinite, (speed, uplink, own, parameters))) or 0 < parameters < 1:
+        raise BarnraiseError("what run check reckons with must be numbers, and a model has parameters")
     file, facts = _look(place, parameters)
     swarm = Swarm(nodes=nodes, tokens_per_s=speed, up_mbit=uplink, own_mbit=own)
     found = _estimate(file, facts, swarm)
+    found.troubles.extend(task_troubles(*facts["tasks"], facts["sampling"].max_new_tokens))
     if as_json:
         emit_json({"fits": not found.troubles, **asdict(found)})
     else:
@@ -107,6 +112,7 @@ def _look(place: Path, parameters: float) -> tuple[RunFile, dict[str, Any]]:
             "rollout": spec.rollout,
             "sampling": spec.sampling,
             "adapter": spec.model.adapter,
+            "tasks": (spec.environment, spec.evaluation.environment),
         }
         return operating(place), facts
     file = read_run_file(place)
@@ -124,14 +130,16 @@ def _look(place: Path, parameters: float) -> tuple[RunFile, dict[str, Any]]:
         "rollout": settings.rollout,
         "sampling": settings.sampling,
         "adapter": None,
+        "tasks": (settings.environment, settings.evaluation.environment),
     }
 
 
 def _weights(folder: Path, dtype: str) -> float:
     """About how many parameters a folder's safetensors have, by their size."""
-    if not folder.is_dir():
+    try:
+        total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except OSError:  # too long for a path, say
         return 0.0
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return total / (4 if dtype == "float32" else 2)
 
 

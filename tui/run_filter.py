@@ -53,13 +53,18 @@ def filter_tasks(
     from barnraise.coordinator.difficulty import kept, measure
     from barnraise.coordinator.folder import read_spec
     from barnraise.coordinator.journal import Journal
-    from barnraise.coordinator.journal_place import journal_path
+    from barnraise.coordinator.journal_place import journal_begun, journal_path
 
     if (base is None) != (to is None):
         raise typer.BadParameter("--base and --to go together", param_hint="--to")
     if low > high:
         raise typer.BadParameter("above --high", param_hint="--low")
     spec, _, run_id = read_spec(folder)
+    if not journal_begun(folder):
+        raise BarnraiseError(
+            f"nothing was measured in {folder} yet: serve it ('barnraise coordinator run {folder}'), and let "
+            "nodes join"
+        )
     with closing(Journal(journal_path(folder), reading=True)) as journal:
         parts = measure(journal.events(), spec, run_id, version, low, high)
     if as_json:
@@ -68,7 +73,7 @@ def filter_tasks(
         _show(parts, low, high)
     if base is None or to is None:
         return
-    environment = kept(parts, low, high, least)
+    environment = kept(parts, spec.environment, low, high, least)
     _write(base, to, environment.name, environment.settings)
     if not as_json:
         typer.echo(f"written: {to}; make the run with: barnraise run init DIR --file {to}")

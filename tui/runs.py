@@ -376,6 +376,8 @@ def init(
     progress = Progress()
     progress(f"looking at the environment '{settings.environment.name}'", 0.0)
     build_environment(settings.environment)  # before the model, which may take minutes
+    if settings.evaluation.environment is not None:
+        build_environment(settings.evaluation.environment)
     progress("loading torch and transformers", 0.0)
     with tempfile.TemporaryDirectory(prefix="barnraise-init-") as scratch:
         try:
