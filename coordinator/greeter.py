@@ -9,7 +9,7 @@ from barnraise.protocol.hello import Floor, answer_as, our_hello
 from barnraise.protocol.messages import Hello
 from barnraise.protocol.network import Stream
 
-MOST_REMEMBERED = 32_768  # peers below the floor; twice the sessions there may be
+MOST_REMEMBERED = 32_768  # peers of an older minor; twice the sessions there may be
 
 
 class Greeter:
@@ -26,22 +26,34 @@ class Greeter:
         """``ours``: what this coordinator speaks; None: what this installation does."""
         self._hub, self._now_ms = hub, now_ms
         self._ours, self._floor = ours or our_hello(), floor
-        self._old: dict[str, None] = {}  # peers below the floor, oldest first
+        self._older: dict[str, int] = {}  # peers of our major and an older minor -> that, the oldest first
 
     async def answer(self, stream: Stream) -> None:
         """The handler. Raises what ``protocol.hello.answer_hello`` does."""
         theirs = await answer_as(stream, self._ours, self._floor, self._now_ms())
-        self._old.pop(stream.peer_id, None)
-        if self._floor is not None and theirs.major == self._ours.major and theirs.minor < self._floor.minor:
-            self._old[stream.peer_id] = None
-            if len(self._old) > MOST_REMEMBERED:
-                del self._old[next(iter(self._old))]
+        self._older.pop(stream.peer_id, None)
+        if theirs.major == self._ours.major and theirs.minor < max(self._ours.minor, self._least):
+            self._older[stream.peer_id] = theirs.minor
+            if len(self._older) > MOST_REMEMBERED:
+                del self._older[next(iter(self._older))]
+
+    def minor_of(self, peer_id: str) -> int:
+        """The minor that is spoken with a peer: the older of its and ours; ours for who said none."""
+        return min(self._older.get(peer_id, self._ours.minor), self._ours.minor)
+
+    @property
+    def _least(self) -> int:
+        return 0 if self._floor is None else self._floor.minor
 
     def end_old(self) -> None:
         """Once the grace period is over, end the sessions of those below the floor."""
-        if not self._old or self._floor is None or self._now_ms() < self._floor.from_ms:
+        if self._floor is None or self._now_ms() < self._floor.from_ms:
+            return
+        old = {peer for peer, minor in self._older.items() if minor < self._floor.minor}
+        if not old:
             return
         for live in tuple(self._hub.sessions):
-            if live.peer_id in self._old:
+            if live.peer_id in old:
                 live.session.close("its version is too old for this run")
-        self._old.clear()
+        for peer in old:
+            del self._older[peer]

@@ -169,6 +169,7 @@ async def run_coordinator(
             rng or secrets.SystemRandom(),
             leases_per_node=leases_per_node,
             run_folder=run.path,
+            minor_of=greeter.minor_of,
         )
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
@@ -285,6 +286,7 @@ async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Dea
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:
                 await core.record(due)
+                unit_lines.overdue(due)
             if trio.current_time() >= head_at or len(core.ledger) - core.head[0] >= TREE_HEAD_EVERY:
                 head_at = trio.current_time() + TREE_HEAD_EVERY_S
                 if len(core.ledger) != signed_size:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import trio
 
-from barnraise.coordinator import scheduler
+from barnraise.coordinator import scheduler, unit_lines
 from barnraise.coordinator.admission import check_joins, is_admitted, take_invite, why_not
 from barnraise.coordinator.amending import amendments_in_force
 from barnraise.coordinator.appeals import check_appeal, check_submission, open_receipt
@@ -43,6 +43,7 @@ from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import fingerprint, peer_id_of
 from barnraise.protocol.messages import (
+    PROTOCOL_MINOR,
     Acknowledged,
     AppealRequest,
     HeartbeatReply,
@@ -94,8 +95,10 @@ class Sessions:
         *,
         leases_per_node: int = scheduler.LEASES_PER_NODE,
         run_folder: Path | None = None,
+        minor_of: Callable[[str], int] = lambda peer: PROTOCOL_MINOR,
     ) -> None:
-        """``run_folder``: for the block stage of a run that has one."""
+        """``run_folder``: for the block stage of a run that has one; ``minor_of``: what a peer speaks."""
+        self._minor_of = minor_of
         self._core = core
         self._hub = hub
         self._signed_spec = signed_spec
@@ -115,7 +118,7 @@ class Sessions:
             await stream.reset()
             return
         handle: Callable[[Message], Awaitable[Message]] = lambda message: self._handle(live, message)  # noqa: E731
-        session = ServerSession(stream, handle, intake=self._intake)
+        session = ServerSession(stream, handle, intake=self._intake, minor=self._minor_of(stream.peer_id))
         live = Live(session, stream.peer_id, self._core.now_ms())
         self._hub.add(live)
         try:
@@ -323,6 +326,7 @@ class Sessions:
             make_room(self.turned_away, lease_id, len(state.waiting), state.waiting_bytes, now)
         except RefusedError as error:
             log.warning("%s: submission refused (%s): %s", live.name, error.code, error)
+            unit_lines.refused(live.name, error)
             raise
         submitted = Submitted(
             submission_id=submission_id,

@@ -17,7 +17,7 @@ from barnraise.protocol.errors import (
     PeerError,
     SignatureError,
 )
-from barnraise.protocol.hello import say_hello
+from barnraise.protocol.hello import our_hello, say_hello
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.invites import read_invite
 from barnraise.protocol.messages import (
@@ -93,7 +93,8 @@ async def greet(
                 await _close(stream)
             if reply.message:
                 notice(printable(reply.message, 500))
-            return Session(await network.open_stream(peer_id, SESSION_PROTOCOL))
+            minor = min(reply.minor, (ours or our_hello()).minor)
+            return Session(await network.open_stream(peer_id, SESSION_PROTOCOL), minor=minor)
     except trio.TooSlowError:
         raise PeerError(f"{peer_id} did not answer the version exchange within {STEP_S:.0f} s") from None
 

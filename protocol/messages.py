@@ -37,7 +37,7 @@ MAX_SHARD = 4 * 1024 * 1024
 MAX_SUBMISSION = 16 * 1024 * 1024
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1  # what each adds: docs/protocol.md, section 5, and ``Frame.since``
 HELLO_PROTOCOL = "/barnraise/hello"
 SESSION_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/session"
 SHARD_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/shards"
@@ -410,9 +410,13 @@ Kind = Literal["request", "reply", "push", "plain"]
 
 
 class Frame(Struct, frozen=True):
-    """How one message type travels: its code, and the largest body in bytes."""
+    """How one message type travels: its code, and the largest body in bytes.
+
+    ``since`` is the protocol minor that brought it; it is sent to nobody who speaks an older one.
+    """
 
     code: int
     type: type[Message]
     limit: int
     kind: Kind
+    since: int = 0

@@ -20,8 +20,8 @@ from typing import TypeVar, cast
 import trio
 
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, RefusedError
-from barnraise.protocol.frames import FRAMES
-from barnraise.protocol.messages import Message, Refusal
+from barnraise.protocol.frames import FRAME_BY_TYPE, FRAMES
+from barnraise.protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Message, Refusal
 from barnraise.protocol.network import Stream
 from barnraise.protocol.wire import MessageReader, frame
 
@@ -184,8 +184,12 @@ class Session:
         reason: why the session ended, or ``""`` while it lives.
     """
 
-    def __init__(self, stream: Stream, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    def __init__(
+        self, stream: Stream, *, timeout_s: float = REQUEST_TIMEOUT_S, minor: int = PROTOCOL_MINOR
+    ) -> None:
+        """``minor``: the older of the two sides' protocol minors."""
         self._stream = stream
+        self._minor = minor
         self._timeout_s = timeout_s
         self._next_id = 1
         self._waiting: dict[int, trio.MemorySendChannel[Message]] = {}
@@ -244,13 +248,18 @@ class Session:
                 request has left (an upload may take longer); default 30.
 
         Raises:
-            RefusedError: the other side understood and refused.
+            RefusedError: the other side understood and refused, or is too old to understand.
             PeerError: the session ended, or no reply came in time.
         """
         seconds = self._timeout_s if timeout_s is None else timeout_s
         request_id, self._next_id = self._next_id, self._next_id + 1
         message = build(request_id)
         what = type(message).__name__
+        if (since := FRAME_BY_TYPE[type(message)].since) > self._minor:
+            raise RefusedError(
+                "too-old",
+                f"{self.peer_id} speaks a protocol before {PROTOCOL_MAJOR}.{since}: update that side",
+            )
         send, receive = trio.open_memory_channel[Message](1)
         self._waiting[request_id] = send
         try:
@@ -334,7 +343,10 @@ class ServerSession:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         outbox: int = MAX_OUTBOX,
         intake: Intake | None = None,
+        minor: int = PROTOCOL_MINOR,
     ) -> None:
+        """``minor``: the older of the two sides' protocol minors."""
+        self._minor = minor
         self._intake = intake or Intake()
         self._stream = _Watched(stream, idle_timeout_s, partial(self._intake.received, self))
         self._handle = handle
@@ -372,6 +384,7 @@ class ServerSession:
     def push(self, message: Message) -> bool:
         """Queue an unasked message; false if the session is over.
 
+        What a minor brought that the node does not speak is left out: it would end the session.
         A full queue means that the node does not read: its session is ended.
 
         Raises:
@@ -379,6 +392,8 @@ class ServerSession:
         """
         if self.reason:
             return False
+        if FRAME_BY_TYPE[type(message)].since > self._minor:
+            return True
         if not self._outbox.put(message):
             self.close("the node does not read what it is sent")
             return False

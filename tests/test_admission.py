@@ -16,7 +16,7 @@ from barnraise.protocol.errors import MalformedError, RefusedError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.invites import PREFIX, Invite, invite_text, read_invite
 from barnraise.protocol.memory_network import MemorySwarm
-from barnraise.protocol.messages import Acknowledged, AmendmentsPush, InviteRequest
+from barnraise.protocol.messages import PROTOCOL_MAJOR, Acknowledged, AmendmentsPush, Hello, InviteRequest
 
 
 @asynccontextmanager
@@ -205,3 +205,26 @@ async def test_a_node_shows_its_invite_and_follows_amendments(tmp_path, autojump
             await amend(core, {"changes": {"rollout.versions": "9"}, "reason": "shorter"})
             await trio.sleep(2)
             assert "rollout.versions = 9 (shorter)" in caplog.text
+
+
+async def test_a_node_of_an_older_minor_works_on_and_is_told_nothing_that_it_would_choke_on(
+    tmp_path, autojump_clock, caplog
+):
+    caplog.set_level("INFO")
+    swarm = MemorySwarm(latency_s=0.01)
+    older = Hello(major=PROTOCOL_MAJOR, minor=0, software="barnraise before")
+    async with coordinating(swarm, make_run(tmp_path)) as coordinator:
+        core, hub = coordinator.state.args[:2]
+        async with (
+            daemon_support.node(swarm, tmp_path / "old", coordinator.address, hello=older) as old,
+            daemon_support.node(swarm, tmp_path / "new", coordinator.address) as new,
+        ):
+            keys = {old.identity.public_key, new.identity.public_key}
+            with trio.fail_after(60):
+                while hub.by_key.keys() != keys:
+                    await trio.sleep(0.1)
+            sessions = dict(hub.by_key)
+            await amend(core, {"changes": {"rollout.versions": "9"}, "reason": "shorter"})
+            await trio.sleep(5)
+            assert caplog.text.count("the operator changed the run's settings") == 1  # the newer one's
+            assert hub.by_key == sessions

@@ -97,7 +97,7 @@ async def greet(handler: Handler) -> HelloReply:
 async def test_two_equal_versions_greet_each_other(autojump_clock: trio.abc.Clock) -> None:
     reply = await greet(answer_hello)
     assert reply.compatible
-    assert (reply.major, reply.minor, reply.software) == (1, 0, our_hello().software)
+    assert (reply.major, reply.minor, reply.software) == (1, 1, our_hello().software)
 
 
 @pytest.mark.parametrize(("ours", "says"), [(version(9), "other side"), (version(0), "this side")])

@@ -12,6 +12,8 @@ from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import (
     SESSION_PROTOCOL,
     Acknowledged,
+    AmendmentsPush,
+    InviteRequest,
     LeaseReply,
     LeaseRequest,
     ManifestReply,
@@ -66,6 +68,31 @@ async def test_a_request_gets_its_reply(autojump_clock: trio.testing.MockClock) 
     async with pair(no_lease) as (session, _):
         reply = await session.request(lease_request(), LeaseReply)
         assert reply.reason == "paused"
+
+
+async def test_what_a_minor_brought_is_sent_to_nobody_who_speaks_an_older_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    signed = Signed(payload=b"", signer=bytes(32), signature=bytes(64))
+    servers: list[ServerSession] = []
+
+    async def serve(stream: Stream) -> None:
+        servers.append(ServerSession(stream, no_lease, minor=0))
+        await servers[-1].run()
+
+    async with raw_pair(serve) as stream, trio.open_nursery() as nursery:
+        session = Session(stream, minor=0)
+        nursery.start_soon(session.run)
+        await session.request(lease_request(), LeaseReply)
+        assert servers[0].push(AmendmentsPush(amendments=(signed,)))
+        assert servers[0].push(NoticePush(code="hello", message="later"))
+        assert isinstance(await session.pushes.receive(), NoticePush)
+        with pytest.raises(RefusedError, match=r"before 1\.1: update that side"):
+            await session.request(
+                lambda id: InviteRequest(id=id, public_key=bytes(32), invite=signed), Acknowledged
+            )
+        assert not servers[0].reason
+        nursery.cancel_scope.cancel()
 
 
 async def test_replies_may_come_in_any_order(autojump_clock: trio.testing.MockClock) -> None:
