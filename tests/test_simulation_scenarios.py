@@ -54,18 +54,18 @@ def test_old_nodes_are_told_in_time_then_turned_away_and_lose_nothing(tmp_path: 
     """R20, with two releases in one swarm."""
     events = play(
         tmp_path,
-        Happening(at_s=40, what="coordinator-upgrade", to="1.1", grace_s=60),
-        Happening(at_s=80, what="upgrade", share=0.5, to="1.1"),
-        Happening(at_s=150, what="upgrade", to="1.1"),
+        Happening(at_s=40, what="coordinator-upgrade", to="1.2", grace_s=60),
+        Happening(at_s=80, what="upgrade", share=0.5, to="1.2"),
+        Happening(at_s=150, what="upgrade", to="1.2"),
         Happening(at_s=210, what="coordinator-upgrade", to="2.0"),
         Happening(at_s=250, what="upgrade", to="2.0"),
         hours=0.085,
     )
     assert len(saying(events, "update soon: your side will be too old")) == 4
     ended = {event["node"]: event["t"] for event in events if event["what"] == "end" and event["code"] == 3}
-    late = saying(events, "this run needs 1.1 or newer: pip install --upgrade barnraise")
+    late = saying(events, "this run needs 1.2 or newer: pip install --upgrade barnraise")
     assert len(late & saying(events, "your side is too old")) == 2
-    assert times(events, "install", version="1.1") == pytest.approx([80, 80, 150, 150], abs=1)
+    assert times(events, "install", version="1.2") == pytest.approx([80, 80, 150, 150], abs=1)
     assert len(ended) == 4  # in the end nobody spoke 2.0 yet
     assert len(saying(events, "it needs 2.x")) == 4
     assert {event["node"] for event in events if event["what"] == "judged" and event["t"] > 270} == set(ended)
