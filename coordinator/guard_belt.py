@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -90,6 +91,11 @@ class GuardBelt:
         )
 
 
+def _finite(value: float) -> float:
+    """Everybody is told it, in formats that know no infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, value))
+
+
 def decide(found: list[Finding], alarms: dict[str, AlarmRaised], core: Core, may_pause: bool) -> list[Event]:
     """What to record: alarms that are new, those that are over, and a pause for a grave one.
 
@@ -102,8 +108,8 @@ def decide(found: list[Finding], alarms: dict[str, AlarmRaised], core: Core, may
             continue
         raised = AlarmRaised(
             kind=finding.kind,
-            value=finding.value,
-            limit=finding.limit,
+            value=_finite(finding.value),
+            limit=_finite(finding.limit),
             text=finding.text,
             version=version,
             at_ms=now,

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from barnraise.coordinator.guards import GuardLimits, Seen, look
+from barnraise.coordinator.guards import GUARDS, GuardLimits, Seen, look
 from barnraise.coordinator.state_parts import VersionInfo
 from barnraise.coordinator.workers import TrainStats
 
@@ -132,3 +134,38 @@ def test_statistics_that_are_no_numbers_are_one_grave_finding_and_enter_no_compa
     found = look(versions, CALM, LIMITS)
     assert [(finding.kind, finding.value, finding.grave) for finding in found] == [("no-numbers", 21.0, True)]
     assert look([*versions, version(22)], CALM, LIMITS) == []
+
+
+ANY = st.floats() | st.sampled_from([0.0, 1.0, 1e308, -1e308, 5e-324])
+COUNT = st.integers(0, 2**63)
+ANY_STATS = st.builds(
+    TrainStats,
+    **{field.name: COUNT if field.type is int else ANY for field in msgspec.structs.fields(TrainStats)},
+)
+ANY_VERSION = st.builds(
+    VersionInfo,
+    version=st.integers(0, 50),
+    manifest=st.just(b""),
+    weights=st.just(""),
+    size=st.just(1),
+    stats=st.none() | ANY_STATS,
+    accuracy=ANY,
+    at_ms=COUNT,
+)
+ANY_SEEN = st.builds(
+    Seen,
+    now_ms=st.integers(-(2**60), 2**60),  # a clock that jumps
+    max_lag=st.integers(0, 64),
+    oldest_waiting_ms=st.none() | COUNT,
+    live=COUNT,
+    most_live=COUNT,
+    working=st.booleans(),
+)
+
+
+@given(st.lists(ANY_VERSION, max_size=9), ANY_SEEN, st.integers(1, 3))
+@settings(deadline=None)
+def test_whatever_a_learner_or_a_clock_says_guards_answer_in_words(versions, seen, recent):
+    for finding in look(versions, seen, GuardLimits(recent=recent, past=4)):
+        assert finding.text.isprintable()
+        assert finding.kind in GUARDS

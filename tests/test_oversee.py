@@ -20,6 +20,7 @@ from barnraise.coordinator.draining import REASON
 from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.identity import peer_id_of
 from barnraise.tui import main as command_line
+from barnraise.tui.console import emit_json
 
 
 class Served:
@@ -159,3 +160,9 @@ def test_a_drain_that_comes_to_nothing_leaves_the_run_at_work(
         state = run.web.service.admin.get_state()
         assert (state["paused"], state["draining_until_ms"]) == (None, None)
         assert not run.web.ended.is_set()
+
+
+def test_what_programs_read_is_json_whatever_a_statistic_became(capsys: pytest.CaptureFixture[str]) -> None:
+    emit_json({"rewards": [[1, float("nan")], [2, 0.5]], "limit": float("-inf"), "text": "NaN"})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"rewards": [[1, None], [2, 0.5]], "limit": None, "text": "NaN"}

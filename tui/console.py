@@ -72,8 +72,13 @@ def _harmless(text: str) -> str:
 
 
 def emit_json(value: Any) -> None:
-    """One JSON object on one line of stdout."""
-    typer.echo(json.dumps(value, sort_keys=True, separators=(",", ":")))
+    """One JSON object on one line of stdout; numbers that JSON has not (NaN, infinities) are null."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        emit_json(json.loads(json.dumps(value), parse_constant=lambda name: None))
+    else:
+        typer.echo(text)
 
 
 class Progress:
