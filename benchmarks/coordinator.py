@@ -1,12 +1,14 @@
 """What one coordinator carries: submissions a second, and nodes that hold leases at once.
 
     python -m benchmarks.coordinator [--json] [--nodes 10000] [--bytes 1500] [--in-flight 256] [--rate 200]
+                                     [--no-logs]
 
 Everything of the coordinator is real (sessions and their frames, hub, scheduler, state, ledger, journal
 with its fsyncs on the disk of ``--scratch``, receipts, the ticker), and all of it shares ONE core with the
 nodes' side. Three things stand in: the wire is a queue in memory (what libp2p costs is ``benchmarks.hop``'s
 business), the verifier accepts everything at once (what a model costs is ``benchmarks.verification``'s),
-and there is no learner. The nodes' submissions are built and signed before the clock starts.
+and there is no learner. The nodes' submissions are built and signed before the clock starts. Logs are
+written as a coordinator writes them (``log_bytes``, of all stages), unless ``--no-logs``.
 
 Stages: every node joins; every node asks for a lease and holds it (``leased_nodes``, ``lease_ms``: from the
 request to the signed reply that is on the disk); every node submits, ``--in-flight`` at a time
@@ -29,7 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,10 @@ from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.events import VersionPublished
+from barnraise.coordinator.greeter import Greeter
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.main import _logging
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.server import _push_receipts, _tick, wall_clock_ms
 from barnraise.coordinator.sessions import Sessions
@@ -221,7 +225,7 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
             hub.head_version = 0
             nursery.start_soon(sessions.run)
             nursery.start_soon(VerifyBelt(core, verifier, Progress()).run)
-            nursery.start_soon(_tick, core, sessions, deadlines, False)
+            nursery.start_soon(_tick, core, sessions, Greeter(hub, wall_clock_ms), deadlines, False)
             wires = [Wire(Identity.generate()) for _ in range(nodes)]
             place = World(core, hub, nursery, sessions, wires, size)
             nursery.start_soon(_watch, place.pause)
@@ -392,11 +396,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, default=256, help="requests under way at a time")
     parser.add_argument("--rate", type=float, default=200.0, help="submit and ask, times a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of that load")
+    parser.add_argument("--no-logs", action="store_true", help="write no logs, to see what they cost")
     parser.add_argument("--scratch", type=Path, default=None, help="a folder on the disk to measure with")
     options = parser.parse_args(arguments)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
-    with tempfile.TemporaryDirectory(prefix="barnraise-coordinator-", dir=options.scratch) as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="barnraise-coordinator-", dir=options.scratch) as scratch,
+        ExitStack() as stack,
+    ):
+        logs = Path(scratch) / "logs"
+        logs.mkdir()
+        if not options.no_logs:
+            stack.enter_context(_logging(logs, lambda line: None))
         result = trio.run(
             stages,
             Path(scratch),
@@ -406,7 +418,9 @@ def main(arguments: list[str] | None = None) -> None:
             options.rate,
             options.seconds,
         )
+        result["log_bytes"] = sum(path.stat().st_size for path in logs.iterdir())
     result["conditions"] = {
+        "logs": not options.no_logs,
         "cores_used": 1,
         "cores": len(cores),
         "machine": platform.machine(),

@@ -25,9 +25,10 @@ from barnraise.coordinator.block_workers import RecombineJob, RoundJob, StagePro
 from barnraise.coordinator.remote_files import FileReply, FileRequest, NoFiles
 from barnraise.coordinator.workers import LearnerScale, Report, Trained, TrainJob, WorkerSetup
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
+from barnraise.protocol.child_lines import log_in_child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
-from barnraise.protocol.log_lines import log_in_child, tell_run
+from barnraise.protocol.log_lines import tell_run
 
 if TYPE_CHECKING:
     from barnraise.coordinator.learner_launch import Others

@@ -28,7 +28,8 @@ from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError
 from barnraise.protocol.hello import Floor
 from barnraise.protocol.libp2p_network import open_libp2p
-from barnraise.protocol.log_lines import JsonLines, LogFile, logging_to, tell_run
+from barnraise.protocol.log_keeping import LogFile, Sparing, logging_to
+from barnraise.protocol.log_lines import JsonLines, message_of, tell_run
 from barnraise.protocol.unit_context import UNITS
 from barnraise.protocol.wire import printable
 
@@ -221,21 +222,12 @@ class _Lines(logging.Handler):
         self._out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.name.startswith("barnraise.coordinator")  # units' stories are under another name
+        ours = record.name.startswith("barnraise.coordinator")
         if not ours and record.levelno < logging.WARNING:
             return
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         with suppress(OSError):  # whoever read our lines is gone; the log file goes on
-            self._out(f"{moment} {printable(record.getMessage(), _LONGEST_LINE)}")
-
-
-def _for_everybody(record: logging.LogRecord) -> bool:
-    """Whether a record belongs into coordinator.log: no number of units must push what is there out of it."""
-    return record.levelno >= logging.WARNING or not record.name.startswith(UNITS)
-
-
-def _of_units(record: logging.LogRecord) -> bool:
-    return not _for_everybody(record)
+            self._out(f"{moment} {printable(message_of(record), _LONGEST_LINE)}")
 
 
 @contextmanager
@@ -246,10 +238,13 @@ def _logging(folder: Path, out: Callable[[str], None]) -> Iterator[None]:
         units = LogFile(folder / "units.log", _LOG_BYTES, _UNIT_LOGS_KEPT)
     except OSError as error:
         raise RunFolderError(f"cannot write the logs in {folder}: {error.strerror or error}") from error
-    for file, which in ((everybody, _for_everybody), (units, _of_units)):
+    for file in (everybody, units):
         file.setFormatter(JsonLines("coordinator"))
-        file.addFilter(which)
-    with logging_to(everybody, units, _Lines(out)):
+    lines, sparing = _Lines(out), Sparing()
+    for handler in (everybody, lines):
+        handler.addFilter(sparing)
+    # No number of units, or refusals, must push out of coordinator.log what concerns everybody.
+    with logging_to(everybody, lines), logging_to(units, of=UNITS, propagate=False):
         yield
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from barnraise.protocol.child_lines import log_in_child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.environments import Environment, Task, build_environment
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.limits import bounded
-from barnraise.protocol.log_lines import log_in_child
 from barnraise.protocol.spec import EnvironmentSpec
 from barnraise.protocol.unit_context import about
 

@@ -15,6 +15,7 @@ import trio
 
 from barnraise.coordinator.block_events import BlockLeased
 from barnraise.coordinator.events import Event, LeaseClosed, LeaseIssued, LeaseTimedOut
+from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.pretrain import BlockLease
 from barnraise.protocol.unit_context import about, unit_log
@@ -48,6 +49,11 @@ def received(lease: Lease, submission_id: bytes, size: int, name: str) -> None:
     if log.isEnabledFor(logging.INFO):
         with about(lease, submission_id):
             log.info("%s handed in %d bytes, which are stored", name, size)
+
+
+def refused(name: str, error: RefusedError) -> None:
+    """A submission was not taken; say so inside of ``about``. The log for everybody may spare this line."""
+    log.info("refused what %s handed in (%s): %s", name, error.code, error)
 
 
 def overdue(events: Iterable[Event]) -> None:

@@ -26,9 +26,10 @@ from barnraise.coordinator.patience import (
 from barnraise.coordinator.remote_files import FileReply, FileRequest, NoFiles
 from barnraise.coordinator.workers import Judged, VerifyJob, WorkerSetup
 from barnraise.protocol.child import Child
+from barnraise.protocol.child_lines import log_in_child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.errors import BarnraiseError, ChildError
-from barnraise.protocol.log_lines import log_in_child, tell_run
+from barnraise.protocol.log_lines import tell_run
 from barnraise.protocol.unit_context import about
 
 if TYPE_CHECKING:

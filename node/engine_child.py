@@ -23,10 +23,10 @@ from barnraise.node.devices import Signs, TorchFacts, look_for_signs
 from barnraise.node.engine import EngineInfo, EngineLimits, Generated, OutOfMemory, Progress, Work
 from barnraise.node.probe_child import open_prober
 from barnraise.protocol.child import Child, ChildOutOfMemoryError
+from barnraise.protocol.child_lines import log_in_child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import ChildError
-from barnraise.protocol.log_lines import log_in_child
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.unit_context import about, unit_log
 

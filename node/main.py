@@ -33,7 +33,8 @@ from barnraise.protocol.control import serve_control
 from barnraise.protocol.errors import BarnraiseError, PeerError, StorageError
 from barnraise.protocol.identity import Identity, fingerprint, load_or_create
 from barnraise.protocol.libp2p_network import open_libp2p
-from barnraise.protocol.log_lines import JsonLines, LogFile, logging_to
+from barnraise.protocol.log_keeping import LogFile, logging_to
+from barnraise.protocol.log_lines import JsonLines
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger("barnraise.node")

@@ -20,10 +20,10 @@ from msgspec import Struct
 from barnraise.node.bench import Measured, measure
 from barnraise.node.devices import TorchFacts, probe_torch
 from barnraise.protocol.child import Child
+from barnraise.protocol.child_lines import log_in_child
 from barnraise.protocol.child_serve import Send, serve
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.errors import BarnraiseError, ChildError
-from barnraise.protocol.log_lines import log_in_child
 
 BEAT_S = 1.0
 PATIENCE = Patience(still_s=30.0, stuck_s=60.0, mute_s=120.0, busy_s=180.0)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from libp2p.network.connection import swarm_connection
 
-from barnraise.protocol.log_lines import LogFile
+from barnraise.protocol.log_keeping import LogFile
 
 
 class _ToFiles(logging.Handler):

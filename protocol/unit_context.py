@@ -33,6 +33,17 @@ class Unit(NamedTuple):
     version: int = -1
     run: str = ""
 
+    def as_json(self) -> str:
+        """What lines say of it, as members of a JSON object: all of it is digits."""
+        text = f'"unit": "{self.id}"'
+        if self.number >= 0:
+            text += f', "number": {self.number}'
+        if self.submission:
+            text += f', "submission": "{self.submission}"'
+        if self.version >= 0:
+            text += f', "version": {self.version}'
+        return text
+
 
 class Lent(Protocol):
     """A lease, or what was made of one for a worker."""

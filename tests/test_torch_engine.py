@@ -29,6 +29,7 @@ from barnraise.node.torch_engine import TorchEngine
 from barnraise.protocol.child_watch import Patience
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import ChildError
+from barnraise.protocol.log_lines import read_line
 from barnraise.protocol.seeds import task_seed
 from barnraise.protocol.spec import RunSpec
 
@@ -223,6 +224,9 @@ async def test_a_child_draws_the_same_unit_as_a_thread_after_a_folder_that_is_no
     assert unpack(done) == unpack(await here.generate(work(), ignore))
     assert seen[-1].completions == 12
     assert child.pid == pid
+    told = [read_line(line) for line in (tmp_path / "engine.log").read_bytes().splitlines()]
+    drew = [line for line in told if line and line.message.startswith("drew ")]
+    assert {(line.role, line.pid, line.unit) for line in drew} == {("engine", pid, bytes(8).hex())}
 
 
 async def test_a_killed_child_is_reported_and_the_next_load_starts_a_fresh_one(

@@ -26,6 +26,7 @@ from barnraise.kernels.tokens import Codec
 from barnraise.kernels.toploc import build_proofs
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import BarnraiseError, ChildError
+from barnraise.protocol.log_lines import read_line
 from barnraise.protocol.messages import Rollout, RolloutLease, RolloutSubmission
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import (
@@ -545,6 +546,11 @@ async def test_the_child_gives_the_same_verdicts_and_is_replaced_when_it_dies(
         await child.close()
         await child.close()
     assert child.pid is None
+    told = [read_line(line) for line in (tmp_path / "verifier.log").read_bytes().splitlines()]
+    of_it = [line for line in told if line and line.unit == jobs[0].lease.lease_id.hex()[:16]]
+    assert {line.role for line in of_it} == {"verifier"}
+    assert {line.message.split(" (")[0] for line in of_it} >= {"accepted"}
+    assert len({line.pid for line in of_it}) == 2
 
 
 async def test_a_child_that_cannot_be_set_up_says_why(setup: WorkerSetup, tmp_path: Path) -> None:
