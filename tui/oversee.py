@@ -76,8 +76,8 @@ def drain(
         else:
             typer.echo(f"no coordinator serves {folder}: nothing to drain")
         return
-    command(folder, "drain", seconds=seconds)
-    try:
+    try:  # Ctrl-C may come before the reply does
+        command(folder, "drain", seconds=seconds)
         left = _wait_drained(folder, as_json)
     except BaseException:
         with suppress(BarnraiseError):
