@@ -6,8 +6,9 @@ sign other entries under their numbers, which is what witnesses raise the alarm 
 
 - By default the restored folder is a **new run** that says which one it continues: a run id, a
   ledger and a log of its own, the same operator's key, the settings in force, and as version 0
-  the newest weights of the backup. The ledger of the run before, up to the backup, lies beside
-  it (``RUN/before``), signed and complete: what was earned until then stands there.
+  the newest weights of the backup. The list of who may join, bans and a pause hold on. The ledger
+  of the run before, up to the backup, lies beside it (``RUN/before``), signed and complete: what
+  was earned until then stands there.
 - As the **same run** it goes on only if the operator declares that nothing was acknowledged after
   the backup (a coordinator that was stopped first, a machine that is replaced), and if no
   checkpoint that anybody still has says otherwise.
@@ -22,14 +23,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
+import msgspec
+
+from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.backup import MANIFEST, Backup, check_backup, copy_file, fold_of
+from barnraise.coordinator.events import Event, NodeBanned, NodeJoined, RunOpened
 from barnraise.coordinator.folder import Settings, create_run, read_spec
-from barnraise.coordinator.journal import Journal, open_postgres
+from barnraise.coordinator.journal import Journal, Write, open_postgres
 from barnraise.coordinator.journal_copy import Progress, copy_journal, quiet
 from barnraise.coordinator.journal_mark import write_mark
 from barnraise.coordinator.journal_place import SQLITE, place_for, write_place
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import export_ledger
+from barnraise.coordinator.operator_events import NodeAllowed, NodeDisallowed
 from barnraise.coordinator.run_file import RUN_FILE
 from barnraise.coordinator.snapshot import Fold
 from barnraise.coordinator.workers import checkpoint_folder
@@ -191,6 +197,7 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
     )
     if (backup / RUN_FILE).is_file():  # what is this machine's to say: how to serve, what to keep, guards
         copy_file(backup / RUN_FILE, part / RUN_FILE)
+    _carry_over(part, fold, RunOpened(run_id=run_id, operator=identity.public_key, at_ms=now_ms))
     before = part / BEFORE
     before.mkdir()
     copy_file(backup / MANIFEST, before / MANIFEST)
@@ -198,6 +205,28 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
     with closing(Journal(backup / SQLITE, reading=True)) as journal:
         export_ledger(journal, signed, spec.rollout.max_lag, identity, now_ms, before / "ledger.bin")
     return run_id
+
+
+def _carry_over(part: Path, fold: Fold, opened: RunOpened) -> None:
+    """What an operator decided about people, and a pause, hold on: the first events of the new run."""
+    now, operations = opened.at_ms, fold.state.operations
+    events: list[Event] = []
+    for node in fold.state.nodes.values():
+        if is_banned(node, now):
+            events.append(NodeJoined(node=node.key, name=node.name, at_ms=now))
+            events.append(
+                NodeBanned(
+                    node=node.key, reason=node.ban_reason, until=node.banned_until, by_rule=False, at_ms=now
+                )
+            )
+    for key in operations.taken_off:
+        events += [NodeAllowed(node=key, note="", at_ms=now), NodeDisallowed(node=key, at_ms=now)]
+    events += [NodeAllowed(node=key, note=note, at_ms=now) for key, note in operations.allowed.items()]
+    if (paused := operations.paused) is not None:
+        events.append(msgspec.structs.replace(paused, at_ms=now))
+    if events:
+        with closing(Journal(part / SQLITE)) as journal:
+            journal.commit([Write(events=[opened, *events])])
 
 
 def _store(part: Path, run_id: bytes, url: str, progress: Progress, folder: Path) -> str:

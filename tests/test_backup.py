@@ -11,14 +11,17 @@ import trio
 import trio.testing
 from coordinator_support import coordinating, make_run, node
 
+from barnraise.coordinator.admission import allow, disallow
 from barnraise.coordinator.amending import amend
 from barnraise.coordinator.backup import back_up, check_backup
+from barnraise.coordinator.bans import ban
 from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.journal_place import journal_path
 from barnraise.coordinator.migrate import migrate
 from barnraise.coordinator.restore import restore
 from barnraise.coordinator.run_file import operating
+from barnraise.coordinator.steering import pause
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.memory_network import MemorySwarm
@@ -144,14 +147,33 @@ async def test_a_run_that_took_not_everybody_takes_not_everybody_when_it_is_rest
     tmp_path: Path, autojump_clock: Clock
 ) -> None:
     folder, backup, elsewhere = make_run(tmp_path, versions=4), tmp_path / "backup", tmp_path / "elsewhere"
-    async with coordinating(MemorySwarm(), folder) as coordinator:
+    swarm, known, gone = MemorySwarm(), "ab" * 32, "cd" * 32
+    async with coordinating(swarm, folder) as coordinator, node(swarm, coordinator, b"a"):
         await head_is(coordinator, 0)
         core = coordinator.state.args[0]  # type: ignore[attr-defined]
         changes = {"admission": '"invite"', "rollout.versions": "9"}
         await amend(core, {"changes": changes, "reason": "a closed group"})
+        await ban(core, {"node": "ann", "reason": "floods", "seconds": 10**7})
+        await allow(core, {"nodes": [known, gone], "note": "the lab"})
+        await disallow(core, {"nodes": [gone]})
+        await pause(core, {"reason": "it collapsed"})
     (folder / "run.toml").write_text("[keep]\nrollouts = 'all'\n")
     back_up(folder, backup, 5_000)
     restore(backup, elsewhere, 9_000)
     spec = read_spec(elsewhere)[0]
     assert (spec.admission, spec.rollout.versions) == ("invite", 9)
     assert operating(elsewhere).keep.rollouts == "all"
+    async with coordinating(MemorySwarm(), elsewhere) as coordinator:
+        await head_is(coordinator, 0)
+        state = coordinator.state.args[0].state  # type: ignore[attr-defined]
+        mine = state.operations
+        assert (mine.allowed, list(mine.taken_off)) == (
+            {bytes.fromhex(known): "the lab"},
+            [bytes.fromhex(gone)],
+        )
+        assert mine.paused is not None
+        assert mine.paused.reason == "it collapsed"
+        (ann,) = state.nodes.values()
+        assert ann.ban_reason.startswith("by the operator: floods")
+        assert ann.banned_until > 10**9
+    assert call("ledger", "verify", elsewhere) == 0
