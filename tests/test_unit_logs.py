@@ -93,6 +93,10 @@ class Lease:
     lease_id, unit_id, policy_version, run_id = LEASE, 17, 4, bytes(32)
 
 
+class OfAnotherRun:
+    lease_id, unit_id, run_id = OTHER, 17, b"\1" * 32
+
+
 def log_into(path: Path, most: int = 100_000, kept: int = 1) -> LogFile:
     file = LogFile(path, most, kept)
     file.setFormatter(JsonLines("tester"))
@@ -252,10 +256,10 @@ def write_run(folder: Path) -> Path:
         log = unit_log("barnraise.coordinator")
         with about(Lease()):
             log.info("lent to ann")
-        other = type("Other", (), {"lease_id": OTHER, "unit_id": 18})()
+        other = type("Other", (), {"lease_id": OTHER, "unit_id": 18, "run_id": bytes(32)})()
         with about(other):
             log.info("lent to ben")
-        again = type("Again", (), {"lease_id": second, "unit_id": 17})()
+        again = type("Again", (), {"lease_id": second, "unit_id": 17, "run_id": bytes(32)})()
         with about(again, SUBMISSION):
             log.info("handed in")
     with logging_to(log_into(folder / "verifier.log"), propagate=False):
@@ -274,7 +278,7 @@ def test_a_unit_is_found_by_each_of_its_ids_with_all_its_leases(
 ) -> None:
     folder = write_run(tmp_path / "run")
     assert call("coordinator", "logs", folder, "--unit", wanted) == 0
-    shown = [line[20:] for line in capsys.readouterr().out.splitlines()]
+    shown = [line[24:] for line in capsys.readouterr().out.splitlines()]
     assert shown[:2] == ["tester: [unit 17] lent to ann", "tester: [unit 17] handed in"]
     assert shown[2] == "tester: [5100000000000000] warning: a scorer failed on \ufffd[2J"
     assert len(shown) == 3
@@ -315,7 +319,7 @@ def test_without_a_unit_what_concerns_everybody_is_shown(
 
     def shown(*options: object) -> list[str]:
         assert call("coordinator", "logs", folder, *options) == 0
-        return [line[20:] for line in capsys.readouterr().out.splitlines()]
+        return [line[24:] for line in capsys.readouterr().out.splitlines()]
 
     assert [line.split()[-1] for line in shown()] == ["\ufffd[2J", "joined"]
     assert len(shown("--level", "debug")) == 5
@@ -342,6 +346,12 @@ def test_a_node_shows_a_unit_from_daemon_and_engine(
         "[unit 17] unit 17: generating",
         "[3fa9000000000000] drew 8 completions",
     ]
+    with logging_to(log_into(tmp_path / "node.log"), propagate=False), about(OfAnotherRun()):
+        logging.getLogger("barnraise.node").info("unit 17: generating, years later")
+    assert call("logs", tmp_path, "--unit", "17") == 2
+    assert "several units are meant: 3fa8000000000000, 3fa9000000000000" in capsys.readouterr().err
+    assert call("logs", tmp_path, "--unit", "3fa9") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
     assert call("logs", tmp_path, "--unit", "5") == 1
     assert "barnraise receipts" in capsys.readouterr().err
 

@@ -181,7 +181,8 @@ def spoken_of_many(record: Record, as_json: bool = False) -> str:
         return _as_json(record)
     unit = f"[unit {record.number}] " if record.number >= 0 else f"[{record.unit}] " if record.unit else ""
     who = printable(record.role or record.source, 64)
-    return _laid_out(f"{record.at} {who}: {unit}{_mark(record)}", record)
+    moment = f"{record.at}.{record.at_ms % 1000:03d}"  # places of one second must be told apart
+    return _laid_out(f"{moment} {who}: {unit}{_mark(record)}", record)
 
 
 def last_error(data: Path) -> str:

@@ -21,9 +21,10 @@ _SEVERAL = 6  # named, where an id means several
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """A unit: its number if that is known, and the ids of all leases under which it was lent."""
+    """A unit: its number and run if they are known, and the ids of all leases under which it was lent."""
 
     number: int
+    run: str
     leases: frozenset[str]
 
     def may(self, line: bytes) -> bool:
@@ -35,7 +36,8 @@ class Meant:
 
     def keep(self, record: Record) -> bool:
         """Whether a record is about it; also under leases that it is lent by later on."""
-        return record.unit in self.leases or (self.number >= 0 and record.number == self.number)
+        same = self.number >= 0 and (record.number, record.run) == (self.number, self.run)
+        return same or record.unit in self.leases
 
 
 def find_unit(data: Path, names: Sequence[str], wanted: str, cure: str) -> Meant:
@@ -53,38 +55,43 @@ def find_unit(data: Path, names: Sequence[str], wanted: str, cure: str) -> Meant
             f"a unit is a number, or {LEAST_OF_AN_ID} or more hex digits of a lease's or submission's id",
             param_hint=OPTION,
         )
-    found: dict[str, int] = {}  # lease -> number
+    found: dict[str, tuple[int, str]] = {}  # lease -> number, run
     if is_number:
         found = _by_number(data, names, int(text))
     if not found and is_hex:
         found = _by_beginning(data, names, text[:SHORT])
     if not found:
-        raise BarnraiseError(
-            f"no line is about a unit {text} in the logs of {data}; {_reach(data, names)}{cure}"
-        )
-    numbers = {number for number in found.values() if number >= 0}
-    if len(numbers) > 1 or (not numbers and len(found) > 1):
-        several = sorted(map(str, numbers)) or sorted(found)
+        reach = _reach(data, names)
+        raise BarnraiseError(f"no line is about a unit {text} in the logs of {data}; {reach}{cure}")
+    units = {item for item in found.values() if item[0] >= 0}
+    if len(units) > 1 or (not units and len(found) > 1):
+        numbers = sorted({number for number, _ in units})
+        # A node's numbers repeat from run to run: there only the lease's id tells.
+        several = [str(number) for number in numbers] if len(numbers) > 1 else sorted(found)
         shown = ", ".join(several[:_SEVERAL]) + (", ..." if len(several) > _SEVERAL else "")
         raise typer.BadParameter(f"several units are meant: {shown}", param_hint=OPTION)
-    number = numbers.pop() if numbers else -1
-    if number >= 0 and not is_number:
-        found |= _by_number(data, names, number)
-    return Meant(number, frozenset(found))
+    if not units:
+        return Meant(-1, "", frozenset(found))
+    number, run = units.pop()
+    if not is_number:
+        again = _by_number(data, names, number)
+        found |= {lease: item for lease, item in again.items() if item[1] == run}
+    return Meant(number, run, frozenset(found))
 
 
-def _by_number(data: Path, names: Sequence[str], number: int) -> dict[str, int]:
+def _by_number(data: Path, names: Sequence[str], number: int) -> dict[str, tuple[int, str]]:
     mark = b'"number": %d,' % number
     lines = newest_first(data, names, lambda line: mark in line)
-    return {record.unit: number for record in lines if record.number == number and record.unit}
+    return {record.unit: (number, record.run) for record in lines if record.number == number and record.unit}
 
 
-def _by_beginning(data: Path, names: Sequence[str], text: str) -> dict[str, int]:
+def _by_beginning(data: Path, names: Sequence[str], text: str) -> dict[str, tuple[int, str]]:
     marks = b'"unit": "' + text.encode(), b'"submission": "' + text.encode()
-    found: dict[str, int] = {}
+    found: dict[str, tuple[int, str]] = {}
     for record in newest_first(data, names, lambda line: any(mark in line for mark in marks)):
-        if record.unit and (record.unit.startswith(text) or record.submission.startswith(text)):
-            found[record.unit] = max(found.get(record.unit, -1), record.number)
+        is_it = record.unit.startswith(text) or record.submission.startswith(text)
+        if is_it and record.unit and (record.number >= 0 or record.unit not in found):
+            found[record.unit] = record.number, record.run
     return found
 
 
