@@ -33,6 +33,7 @@ from barnraise.protocol.corpus import corpus_digest, sequences
 from barnraise.protocol.environments import is_held_out
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.pretrain import model_version, segments
+from barnraise.tui import demo
 from barnraise.tui import main as command_line
 
 
@@ -262,3 +263,35 @@ def test_a_scaffold_is_half_as_deep_but_has_a_layer_for_every_block() -> None:
     assert scaffold_depth(4, 4, None) == 4
     with pytest.raises(RunFolderError, match="scaffold-layers"):
         scaffold_depth(12, 2, 13)
+
+
+def test_a_throw_away_run_follows_from_its_seed_and_any_other_has_a_key_of_its_own(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {}
+    for number, (seed, *more) in enumerate(
+        [(0, "--throw-away"), (0, "--throw-away"), (1, "--throw-away"), (0,)]
+    ):
+        folder = tmp_path / str(number) / "run"
+        options = ("--phase", "pretrain", "--model", "tiny", "--corpus", corpus, "--seed", seed, *more)
+        assert init(folder, *options) == 0, capsys.readouterr().err
+        made[number] = read_spec(folder)[2]
+    assert made[0] == made[1]
+    assert len(set(made.values())) == 3
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_demo_that_is_kept_gets_a_key_that_nobody_can_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    asked: list[bool] = []
+
+    def make(
+        run: Path, model: str, phase: str, seed: int, versions: int, throw_away: bool, *more: object
+    ) -> None:
+        asked.append(throw_away)
+        raise RunFolderError("enough")
+
+    monkeypatch.setattr(demo, "_make_run", make)
+    assert command_line.main(["demo", *(["--keep", str(tmp_path / "kept")] if kept else [])]) != 0
+    assert asked == [not kept]

@@ -58,7 +58,12 @@ class Interrupted:
 
 def demo(
     seed: int = typer.Option(
-        0, "--seed", metavar="N", min=0, max=2**31, help="Seed of the model, the tasks and the run."
+        0,
+        "--seed",
+        metavar="N",
+        min=0,
+        max=2**31,
+        help="Seed of model, tasks and run (with --keep the run's key, and so its order, is new).",
     ),
     nodes: int = typer.Option(3, "--nodes", metavar="N", min=1, max=16, help="How many volunteers to start."),
     minutes: float = typer.Option(
@@ -152,7 +157,7 @@ def _demo(
         if phase == "posttrain"
         else "making the run: a text and a plan"
     )
-    _make_run(run, model, phase, seed, versions, environment, say)
+    _make_run(run, model, phase, seed, versions, keep is None, environment, say)
     making = time.monotonic() - started
     say(f"starting one coordinator and {count} node{'s' if count > 1 else ''}, each a process of its own")
     with Supervisor(environment) as supervisor:
@@ -199,15 +204,21 @@ def _make_run(
     phase: str,
     seed: int,
     versions: int,
+    throw_away: bool,
     environment: dict[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """``barnraise run init`` in a process of its own: torch's memory goes when it ends."""
+    """``barnraise run init`` in a process of its own: torch's memory goes when it ends.
+
+    ``throw_away``: the run's key follows from the seed (``barnraise.tui.demo_key``).
+    """
     command = barnraise("run", "init", str(run), "--model", model, "--seed", str(seed))
     if phase != "posttrain":
         command += ["--phase", "pretrain", "--then-posttrain" if phase == "both" else "--no-posttrain"]
     if versions:
         command += ["--versions", str(versions)]
+    if throw_away:
+        command.append("--throw-away")
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from barnraise.coordinator.folder import Settings
     from barnraise.coordinator.pretrain_presets import Choices, Counts
     from barnraise.protocol.corpus import Corpus
+    from barnraise.protocol.identity import Identity
     from barnraise.protocol.pretrain import PretrainSpec
 
 
@@ -46,11 +46,14 @@ def make(
     name: str,
     description: str,
     seed: int,
+    now_ms: int,
+    identity: Identity | None,
     as_json: bool,
 ) -> None:
     """Check everything, then make the run folder and say what will happen in it.
 
-    ``change`` applies the options that concern post-training to a preset.
+    ``change`` applies the options that concern post-training to a preset; ``identity``: the
+    operator's key, None for a new one.
 
     Raises:
         RunFolderError: model, corpus, scaffold and schedule do not go together.
@@ -93,7 +96,8 @@ def make(
             description=description,
             model_name=Path(model).name[:64],
             seed=seed,
-            now_ms=time.time_ns() // 1_000_000,
+            now_ms=now_ms,
+            identity=identity,
             scaffold=plan.scaffold,
         )
     for line in (*_described(plan), *plan.notes):

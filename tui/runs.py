@@ -18,6 +18,7 @@ from barnraise.protocol.wire import printable
 from barnraise.tui.amend import EXAMPLES as AMEND_EXAMPLES
 from barnraise.tui.amend import amend
 from barnraise.tui.console import Progress, emit_json, examples, size
+from barnraise.tui.demo_key import MADE_MS, key_of_seed
 from barnraise.tui.export_model import CARD_EXAMPLES, export_model, run_card
 from barnraise.tui.export_model import EXAMPLES as EXPORT_EXAMPLES
 from barnraise.tui.export_rollouts import CHECK_EXAMPLES as CHECK_ROLLOUTS
@@ -261,6 +262,9 @@ def init(
         None, "--file", metavar="FILE", help="A run file ('run template'); options come before what it says."
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object as the last line."),
+    throw_away: bool = typer.Option(
+        False, "--throw-away", hidden=True, help="For the demo: a key that anybody can guess."
+    ),
 ) -> None:
     """Make a run: choose the model and the task, sign the run spec, write policy version 0."""
     from msgspec.structs import replace as with_fields
@@ -272,6 +276,7 @@ def init(
     from barnraise.protocol.environments import build_environment
 
     _check_folder(folder)
+    identity, now_ms = (key_of_seed(seed), MADE_MS) if throw_away else (None, time.time_ns() // 1_000_000)
     loaded = RunFile() if file is None else read_run_file(file)
     if file is not None:
         of = loaded.run
@@ -362,6 +367,8 @@ def init(
             name=printable(name or folder.absolute().name, MOST_NAME),
             description=description,
             seed=seed,
+            now_ms=now_ms,
+            identity=identity,
             as_json=as_json,
         )
         keep_file(folder, loaded, _section(loaded, model, phase, name, description, seed, None), asked)
@@ -401,7 +408,8 @@ def init(
             description=description,
             model_name=Path(model).name[:64],
             seed=seed,
-            now_ms=time.time_ns() // 1_000_000,
+            now_ms=now_ms,
+            identity=identity,
         )
     keep_file(folder, loaded, _section(loaded, model, phase, name, description, seed, adapter), {})
     typer.echo(_described(settings))
