@@ -135,7 +135,8 @@ class BlockBelt:
         return next(iter(ready), None)
 
     async def _turn(self, key: bytes) -> None:
-        with about(self.core.state.blocks.work[key].lease, key):
+        item = self.core.state.blocks.work.get(key)  # gone if the disk refused meanwhile
+        with about(b"" if item is None else item.lease, key):
             await self._take_turn(key)
 
     async def _take_turn(self, key: bytes) -> None:

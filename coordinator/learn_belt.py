@@ -120,8 +120,7 @@ class LearnBelt:
             formed = None if core.state.operations.paused else form_round(core.state, pretrain, now)
             if formed is not None:
                 await core.record([formed])
-                work = core.state.blocks.work
-                unit_lines.batched([(key, work[key].lease) for key in formed.submissions], formed.version)
+                unit_lines.batched(unit_lines.known(core.state, formed.submissions), formed.version)
                 continue
             left = (round_ends(core.state, pretrain) - now) / 1000
             with trio.move_on_after(left if left > 0 else math.inf):
@@ -147,8 +146,7 @@ class LearnBelt:
                 continue
             await core.record([formed])
             if isinstance(formed, BatchFormed):
-                known = core.state.submissions
-                unit_lines.batched([(key, known[key].lease) for key in formed.submissions], formed.version)
+                unit_lines.batched(unit_lines.known(core.state, formed.submissions), formed.version)
 
     async def _hand_over(self, trained: Trained, version: int) -> None:
         if trained.version != version:
@@ -212,9 +210,7 @@ async def block_job(core: Core, formed: RoundFormed, run_folder: Path) -> RoundJ
                 log.error("%s is gone or damaged: the round goes on without it", place)
             continue
         delta = str(place.relative_to(run_folder))
-        parts.append(
-            Contribution(block=lease.block, slot=lease.slot, delta=delta, lease_id=lease.lease_id)
-        )
+        parts.append(Contribution(block=lease.block, slot=lease.slot, delta=delta, lease_id=lease.lease_id))
     wanted = {core.state.blocks.work[key].lease.block for key in formed.submissions}
     if lost := wanted - {part.block for part in parts}:
         raise RunFolderError(

@@ -152,7 +152,7 @@ class PublishBelt:
             accuracy=trained.accuracy,
             at_ms=now,
         )
-        leases = _leases_of(core.state, due)
+        leases = unit_lines.known(core.state, _made_of(core.state, due))
         await core.record([published], manifest=(trained.version, signed))
         await unit_lines.used(leases, trained.version)
         self.hub.set_head(trained.version, signed)
@@ -225,10 +225,10 @@ class PublishBelt:
             work = {key: item for key, item in core.state.blocks.work.items() if item.status not in OVER}
             await core.offload(lambda: sweep_units(self.run_folder, work))
         spared = await core.offload(partial(kept_whole, self.run_folder, head, self.keep, keep_from))
-        keep = {0, first_policy(core.spec), *spared}
-        gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from, keep))
         if (ordered := core.state.operations.rollback) is not None:
             spared |= {ordered.to_version}
+        keep = {0, first_policy(core.spec), *spared}
+        gone = await core.offload(lambda: publisher.prune(self.run_folder, self.store, keep_from, keep))
         if self.origin is not None:
             self.origin.retain(range(max(0, keep_from), head + 1))
         await core.offload(lambda: publisher.slim(self.run_folder, head, spared))
@@ -252,14 +252,12 @@ class PublishBelt:
         return [key for key in kept.dropped if _is_settled(self.core.state, key)]
 
 
-def _leases_of(state: State, due: Unpublished) -> list[tuple[bytes, unit_lines.Lease]]:
-    """The work that a version was made of, by submission."""
+def _made_of(state: State, due: Unpublished) -> tuple[bytes, ...]:
+    """The submissions that a version was made of."""
     if due.batch is not None:
-        return [(key, state.submissions[key].lease) for key in due.batch.submissions]
+        return due.batch.submissions
     formed = state.blocks.round
-    if formed is not None and formed.version == due.trained.version:
-        return [(key, state.blocks.work[key].lease) for key in formed.submissions]
-    return []
+    return formed.submissions if formed is not None and formed.version == due.trained.version else ()
 
 
 def _is_settled(state: State, submission_id: bytes) -> bool:

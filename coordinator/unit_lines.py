@@ -15,6 +15,7 @@ import trio
 
 from barnraise.coordinator.block_events import BlockLeased
 from barnraise.coordinator.events import Event, LeaseClosed, LeaseIssued, LeaseTimedOut
+from barnraise.coordinator.state import State
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.pretrain import BlockLease
@@ -72,6 +73,12 @@ def judged(lease: Lease, submission_id: bytes, verdict: Verdict, tokens: int, wa
     if log.isEnabledFor(logging.INFO):
         with about(lease, submission_id):
             log.info("%s, %.1f s after it came", verdict_words(verdict, tokens), waited_ms / 1000)
+
+
+def known(state: State, submissions: Iterable[bytes]) -> list[tuple[bytes, Lease]]:
+    """These submissions with their leases, as far as the state still has them."""
+    items = ((key, state.submissions.get(key) or state.blocks.work.get(key)) for key in submissions)
+    return [(key, item.lease) for key, item in items if item is not None]
 
 
 async def used(leases: Sequence[tuple[bytes, Lease]], version: int) -> None:
