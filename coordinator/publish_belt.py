@@ -154,11 +154,11 @@ class PublishBelt:
         )
         leases = unit_lines.known(core.state, _made_of(core.state, due))
         await core.record([published], manifest=(trained.version, signed))
-        await unit_lines.used(leases, trained.version)
         self.hub.set_head(trained.version, signed)
         if self.origin is not None:
             self.origin.publish(signed, manifest)
         self.announce(_line(published))
+        await unit_lines.used(leases, trained.version)
         await self._clean_up()
 
     def _opened(self, loop: trio.lowlevel.TrioToken, signed: Signed, opening: Opening) -> None:
