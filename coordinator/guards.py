@@ -123,6 +123,7 @@ THRESHOLDS: dict[str, tuple[str, ...]] = {
 
 MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
 MIN_VOLUNTEERS = 4
+ENTROPY_CALM = 0.1  # nats: a policy this sure of each token dissolves nowhere, however sure it was before
 ENTROPY_FLOOR = 0.02  # nats: what a policy that has learnt its task may come down to
 _BACK = (
     "see `barnraise report`; `barnraise coordinator rollback DIR VERSION` takes an earlier version up again"
@@ -206,7 +207,7 @@ def _accuracy(versions: Sequence[VersionInfo], limits: GuardLimits) -> Finding |
 def _entropy(recent: Sequence[TrainStats], past: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
     now, before = _middle(recent, lambda item: item.entropy), _middle(past, lambda item: item.entropy)
     rewards = _middle(recent, lambda item: item.reward_mean), _middle(past, lambda item: item.reward_mean)
-    if now > before * limits.entropy_high and now > ENTROPY_FLOOR:
+    if now > before * limits.entropy_high and now > ENTROPY_CALM:
         text = (
             f"entropy rose from {before:.3f} to {now:.3f} nats per token: the policy dissolves; "
             f"lower grpo.learning_rate or grpo.entropy_coefficient (`barnraise run amend`), or {_BACK}"
