@@ -97,6 +97,10 @@ def test_what_an_operator_types_is_done_once_and_said_as_it_is(
         assert peer_id_of(key_of(0)) in reply["allowed"]
         code, reply = call(capsys, "admit", "ban", run.folder, "anna", "--reason", "floods", "--for", "1d")
         assert (code, reply["node"]) == (0, peer_id_of(key_of(0)))
+        many = [peer_id_of(number.to_bytes(32, "big")) for number in range(1200)]
+        for command, key in (("allow", "allowed"), ("disallow", "disallowed")):
+            code, reply = call(capsys, "admit", command, run.folder, *many)
+            assert (code, reply[key]) == (0, many)
         assert coordinator("stop", run.folder) == (0, {"stopped": True, "ran": True})
         for command in ("stop", "drain"):
             assert coordinator(command, run.folder) == (0, {"stopped": True, "ran": False})

@@ -26,6 +26,7 @@ FOLDER = typer.Argument(..., metavar="DIR", help="The folder of a run that is be
 NODES = typer.Argument(..., metavar="NODE...", help="Peer ids ('barnraise key show' prints one's own).")
 JSON = typer.Option(False, "--json", help="One JSON object.")
 NOTE = typer.Option("", "--note", metavar="TEXT", help="For your own eyes: who that is.")
+AT_ONCE = 500  # keys, of 64 letters at most, in a command of 64 KiB
 MODES = {"open": "everybody", "invite": "the list, and whoever has an invite", "allow": "the list alone"}
 
 
@@ -53,19 +54,13 @@ def mode(
     """
     if admission not in MODES:
         raise typer.BadParameter("open, invite or allow", param_hint="open|invite|allow")
-    kept = command(folder, "allow-known")["allowed"] if keep else []
-    reply = command(
-        folder,
-        "amend",
-        changes={"admission": f'"{admission}"'},
-        reason=reason or f"open to {MODES[admission]}",
-    )
+    reply = command(folder, "admission", mode=admission, keep_proven=keep, reason=reason)
     if as_json:
-        emit_json({"admission": admission, "amendment": reply["number"], "allowed": kept})
+        emit_json(reply)
         return
     typer.echo(f"open to {MODES[admission]}" + ("" if reply["changed"] else " (as before)"))
     if keep:
-        typer.echo(f"{len(kept)} nodes that had work accepted were put on the list")
+        typer.echo(f"{len(reply['allowed'])} nodes that had work accepted were put on the list")
 
 
 @app.command(
@@ -117,14 +112,13 @@ def revoke(
 )
 def allow(folder: Path = FOLDER, nodes: list[str] = NODES, note: str = NOTE, as_json: bool = JSON) -> None:
     """Put keys on the list of those that may have work."""
-    reply = command(folder, "allow", nodes=nodes, note=note)
-    _say_list(reply, "allowed", "put on the list", as_json)
+    _say_list(_by_parts(folder, "allow", "allowed", nodes, note=note), "allowed", "put on the list", as_json)
 
 
 @app.command(short_help="Take keys off the list.", epilog=examples("admit disallow ./my-run 12D3KooW..."))
 def disallow(folder: Path = FOLDER, nodes: list[str] = NODES, as_json: bool = JSON) -> None:
     """Take keys off the list: they get no more work unless the run is open. What they have at hand counts."""
-    reply = command(folder, "disallow", nodes=nodes)
+    reply = _by_parts(folder, "disallow", "disallowed", nodes)
     _say_list(reply, "disallowed", "taken off the list", as_json)
 
 
@@ -157,6 +151,15 @@ app.command(
     epilog=examples("admit ban ./my-run anna --reason why"),
 )(ban)
 app.command("unban", short_help="End a node's ban.", epilog=examples("admit unban ./my-run anna"))(unban)
+
+
+def _by_parts(folder: Path, name: str, key: str, nodes: list[str], **more: str) -> dict[str, Any]:
+    """Many keys are sent as several commands; whoever is cut off between them sends all of them again."""
+    done: list[str] = []
+    for at in range(0, len(nodes), AT_ONCE):
+        reply = command(folder, name, nodes=nodes[at : at + AT_ONCE], **more)
+        done += reply[key]
+    return {**reply, key: done}
 
 
 def _say_list(reply: dict[str, Any], key: str, what: str, as_json: bool) -> None:
