@@ -14,7 +14,9 @@ from barnraise.protocol.environments import Environment, Task, build_environment
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.limits import bounded
 from barnraise.protocol.spec import EnvironmentSpec
-from barnraise.protocol.unit_context import about
+from barnraise.protocol.unit_context import about, unit_log
+
+story = unit_log("barnraise.coordinator.scoring_child")
 
 SOFT_SECONDS = 3.0  # interrupts Python code; the parent kills what does not listen
 ANSWER_BYTES = 2 * 1024**3
@@ -73,7 +75,7 @@ def guarded(
 
 def main() -> None:
     """The child's main thread."""
-    log_in_child("scorer")
+    log_in_child("scorer", capture=True)  # environments may run answers as programs, which print
     environment: Environment | None = None
     seconds = SOFT_SECONDS
 
@@ -85,7 +87,11 @@ def main() -> None:
         if environment is None:
             raise BarnraiseError("the scorer was asked before it was set up")
         with about(request.lease_id):
-            return guarded(environment, Task(prompt=request.prompt, key=request.key), request.answer, seconds)
+            scored = guarded(
+                environment, Task(prompt=request.prompt, key=request.key), request.answer, seconds
+            )
+            story.debug("an answer of %d characters earns %g", len(request.answer), scored.reward)
+            return scored
 
     serve(handle, ScorerSetup | ScoreAnswer)
 

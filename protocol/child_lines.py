@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
+import threading
 from contextlib import suppress
 
-from barnraise.protocol.log_keeping import write_all
+from barnraise.protocol.log_keeping import Sparing, write_all
 from barnraise.protocol.log_lines import MOST_MESSAGE, JsonLines, as_line, chosen_level
 
 STDERR = 2
+PRINTED = "printed"
+"""The logger of what was not logged but printed."""
 
 
 class _ToStderr(logging.Handler):
     """A child's lines: its parent gave it the file."""
 
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
     def emit(self, record: logging.LogRecord) -> None:
         data = as_line(self, record)
         with suppress(OSError):
-            write_all(STDERR, data)
+            write_all(self._descriptor, data)
 
 
 class _Printed(io.TextIOBase):
@@ -31,7 +39,7 @@ class _Printed(io.TextIOBase):
         super().__init__()
         self._level = level
         self._rest = ""
-        self._logger = logging.getLogger("printed")
+        self._logger = logging.getLogger(PRINTED)
 
     def write(self, text: str, /) -> int:
         *whole, self._rest = (self._rest + text).split("\n")
@@ -56,12 +64,33 @@ class _Printed(io.TextIOBase):
             self._logger.log(self._level, "%s", line.rstrip())
 
 
-def log_in_child(role: str) -> None:
+def _read_printed(descriptor: int) -> None:
+    """What was written to the captured descriptor, line by line, for ever."""
+    out = _Printed(logging.INFO)
+    with suppress(OSError):
+        while data := os.read(descriptor, 65_536):
+            out.write(data.decode("utf-8", "replace"))
+
+
+def _capture() -> int:
+    """Have whatever is written to descriptor 2 read here; a descriptor of the true stderr."""
+    stderr = os.dup(STDERR)
+    reading, writing = os.pipe()
+    os.dup2(writing, STDERR)
+    os.close(writing)
+    threading.Thread(target=_read_printed, args=(reading,), daemon=True).start()
+    return stderr
+
+
+def log_in_child(role: str, *, capture: bool = False) -> None:
     """Set a child process up: all that is logged or printed there becomes lines on its stderr.
 
-    What compiled code writes to the descriptor itself stays as it is.
+    What compiled code, or a process started from here, writes to the descriptors themselves stays as
+    it is; with ``capture`` it becomes lines as well, for where that may be strangers' words. Of
+    what is printed no more than ``Sparing`` lets through is kept.
     """
-    handler = _ToStderr()
+    handler = _ToStderr(_capture() if capture else STDERR)
+    logging.getLogger(PRINTED).addFilter(Sparing())
     handler.setFormatter(JsonLines(role))
     root = logging.getLogger()
     root.handlers[:] = [handler]

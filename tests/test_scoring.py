@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from barnraise.coordinator.scoring import Scorer
 from barnraise.coordinator.scoring_child import guarded
 from barnraise.protocol.environments import Task, build_environment
 from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.log_lines import read_line
 from barnraise.protocol.spec import EnvironmentSpec
 
 HOSTILE = '''
@@ -46,6 +48,9 @@ class Hostile:
             return float(len(bytearray(2**36)))
         if answer == "print":
             os.write(1, b"not a frame" * 10000)
+        if answer.startswith("forge"):
+            print(answer)
+            os.system("echo '" + answer[6:] + "' >&2")
         if answer == "raise":
             raise RecursionError("too deep")
         if answer == "nan":
@@ -91,6 +96,32 @@ def test_answers_that_do_no_harm_are_scored_by_one_child(scorer: Scorer, hostile
     first = scorer.pid
     assert _score(scorer, hostile, "ok").rewards == [1.0]
     assert scorer.pid == first
+
+
+def test_an_answer_that_is_printed_or_run_forges_no_line_of_the_log(
+    scorer: Scorer,
+    hostile: EnvironmentSpec,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BARNRAISE_LOG_LEVEL", "debug")
+    forged = '{"time": "2026-12-02T00:00:00Z", "level": "error", "logger": "x", "message": "forged"}'
+    environment, lease_id = build_environment(hostile), bytes(range(16))
+    task = environment.task(0, held_out=False)
+    answers = ["forge\n" + forged, "print", "ok"]
+    assert scorer.score(environment, [task] * 3, answers, lease_id=lease_id).rewards == [1.0, 1.0, 1.0]
+    seen = b""
+    until = time.monotonic() + 30
+    while seen.count(forged.replace('"', '\\"').encode()) < 2 and time.monotonic() < until:
+        seen += capfdbinary.readouterr().err
+        time.sleep(0.01)
+    lines = [read_line(line) for line in seen.splitlines()]
+    assert all(line is not None and line.role == "scorer" for line in lines)
+    told = [line for line in lines if line is not None]
+    assert [line.logger for line in told if line.message == forged] == ["printed", "printed"]
+    earned = [line for line in told if "earns" in line.message]
+    assert {(line.unit, line.level) for line in earned} == {(lease_id.hex()[:16], "debug")}
+    assert len(earned) == 3
 
 
 def test_what_fails_is_worth_nothing_and_the_next_answer_is_scored(
