@@ -40,7 +40,7 @@ from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.log_messages import CHECKPOINT
-from barnraise.protocol.messages import TreeHead
+from barnraise.protocol.messages import Manifest, TreeHead
 from barnraise.protocol.spec import RunSpec
 
 MANIFEST = "backup.json"
@@ -115,6 +115,7 @@ def back_up(folder: Path, target: Path, now_ms: int, progress: Progress = quiet)
             if not (checkpoint_folder(part, max(0, trained))).is_dir():
                 raise RunFolderError(f"{folder} lacks version {trained}, which its journal speaks of")
             files = {str(path.relative_to(part)): _described(path) for path in sorted(_all_files(part))}
+            _check_head(part, spec, fold.state.head, files)
             made = Backup(
                 run_id=run_id.hex(),
                 made_ms=now_ms,
@@ -200,6 +201,22 @@ def fold_of(
                 f"{journal.place}: its events are not those that its tree head was signed for"
             )
     return fold
+
+
+def _check_head(part: Path, spec: RunSpec, head: int, files: dict[str, tuple[int, str]]) -> None:
+    """That the newest version is what its signed manifest says: a disk may have changed it since."""
+    with closing(Journal(part / SQLITE, reading=True)) as journal:
+        signed = journal.manifest(head)
+    if signed is None:
+        return
+    folder = checkpoint_folder(Path(), head)
+    for entry in open_signed(signed, Manifest, spec.operator).files:
+        name = str(folder / entry.path)
+        if name in files and files[name][1] != entry.sha256.hex():
+            raise RunFolderError(
+                f"{name} is damaged (it is not what version {head} was published as): copy it from a node "
+                "that has that version, or from an older backup"
+            )
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -125,6 +125,13 @@ async def test_a_damaged_backup_restores_nothing(tmp_path: Path, autojump_clock:
     with pytest.raises(RunFolderError, match="has not begun"):
         back_up(folder, backup, 5_000)
     await some_versions(folder, 1)
+    weights = folder / "checkpoints/v000001/model.safetensors"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(RunFolderError, match=r"model.safetensors is damaged .* version 1 was published"):
+        back_up(folder, backup, 5_000)
+    weights.write_bytes(sound)
+    assert not backup.exists()
     back_up(folder, backup, 5_000)
     with pytest.raises(RunFolderError, match="not an empty folder"):
         back_up(folder, backup, 5_000)
