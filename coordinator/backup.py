@@ -33,7 +33,7 @@ from barnraise.coordinator.journal_copy import Progress, copy_journal, digest_of
 from barnraise.coordinator.journal_place import SQLITE, journal_begun, journal_path
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import advance
-from barnraise.coordinator.rollout_files import ROLLOUTS, parts_of
+from barnraise.coordinator.rollout_files import ROLLOUTS, files_of, parts_of
 from barnraise.coordinator.snapshot import SNAPSHOTS, Fold, Snapshots
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.durable import replace_file, sync_folder
@@ -247,8 +247,9 @@ def _copy_files(folder: Path, part: Path, progress: Progress) -> None:
 
 def _copy_rollouts(folder: Path, part: Path) -> None:
     for kept in parts_of(folder):
-        with suppress(FileNotFoundError):  # the oldest go when the budget is used up
-            copy_file(kept.path, part / ROLLOUTS / kept.path.name)
+        for path in files_of(kept):
+            with suppress(FileNotFoundError):  # the oldest go when the budget is used up
+                copy_file(path, part / ROLLOUTS / path.name)
 
 
 def _copy_versions(folder: Path, part: Path, progress: Progress) -> None:

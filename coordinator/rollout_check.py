@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from barnraise.coordinator.rollout_files import reading
 from barnraise.coordinator.rollout_table import CLAWED_BACK, need_pyarrow, raw
 from barnraise.protocol import wire
 from barnraise.protocol.errors import BarnraiseError, RunFolderError
@@ -226,7 +227,7 @@ def _tables(folder: Path) -> Iterator[Any]:
         raise RunFolderError(f"{folder} holds no exported rollouts (data/*.parquet)")
     for path in paths:
         try:
-            with pa.parquet.ParquetFile(path) as file:
+            with reading(path) as file:
                 names = file.schema_arrow.names
                 missing = [name for name in _NEEDED if name not in names]
                 if missing:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from barnraise.coordinator.rollout_card import Summary, card
-from barnraise.coordinator.rollout_files import writing
+from barnraise.coordinator.rollout_files import reading, writing
 from barnraise.coordinator.rollout_source import Moved, Piece, Source, Tell, Wanted, open_source
 from barnraise.coordinator.rollout_table import FORMAT, METADATA, need_pyarrow
 from barnraise.coordinator.rollout_text import Texts, export_schema, shown
@@ -125,8 +125,7 @@ class _Count:
         self.rows = self.accepted = self.tokens = 0
 
     def add(self, path: Path) -> None:
-        pa = need_pyarrow()
-        with pa.parquet.ParquetFile(path) as file:
+        with reading(path) as file:
             for group in range(file.num_row_groups):
                 self.note(file.read_row_group(group, columns=["accepted", "tokens"]))
 

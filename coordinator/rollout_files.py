@@ -4,6 +4,7 @@
 
     RUN/rollouts/v000012.parquet      all that was settled of policy version 12 when its payloads went
     RUN/rollouts/v000012-1.parquet    what was settled later (an appeal), if anything
+    RUN/rollouts/v000012.sha256       its SHA-256, as sha256sum reads it; there before it is
 
 A file appears whole or not at all, and before its payloads are dropped: after a crash in between, what
 a file has already is not written again. Where the disk refuses, payloads stay in the journal and are
@@ -12,6 +13,7 @@ tried again with the next version, as long as they take no more than the budget.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -27,7 +29,7 @@ from barnraise.coordinator.operator_events import SettingsAmended
 from barnraise.coordinator.rollout_fates import Fate, Story
 from barnraise.coordinator.rollout_table import FORMAT, need_pyarrow, schema, to_table
 from barnraise.coordinator.run_file import Keep
-from barnraise.protocol.durable import sync_folder
+from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.spec import RunSpec
 
@@ -140,7 +142,15 @@ def _write_part(
 ) -> Path | None:
     """One more file of ``version`` with those of ``fates`` that no file has; None: all are there."""
     earlier = [part for part in parts_of(run_folder) if part.version == version]
-    there = {item for part in earlier for item in contents(part.path)}
+    there: set[tuple[str, bool]] = set()
+    for part in earlier:
+        try:
+            there |= contents(part.path)
+        except (
+            OSError,
+            need_pyarrow().ArrowException,
+        ) as error:  # an export says so; what comes now is kept beside it
+            log.error("%s is damaged: %s", part.path, error)
     due = [fate for fate in fates if (fate.submission.hex(), fate.accepted) not in there]
     if not due:
         return None
@@ -150,7 +160,7 @@ def _write_part(
         path.parent.mkdir()
         sync_folder(run_folder)
     said = {"format": FORMAT, "run": run_id.hex(), "policy_version": version, "part": number}
-    with writing(path, schema(said)) as writer:
+    with writing(path, schema(said), sealed=True) as writer:
         for table in tables(journal, due, spec.environment.name, keep.rollout_proofs):
             writer.write_table(table)
     return path
@@ -180,9 +190,10 @@ def batches(fates: Sequence[Fate]) -> Iterator[list[Fate]]:
 
 
 @contextmanager
-def writing(path: Path, columns: Any) -> Iterator[Any]:
+def writing(path: Path, columns: Any, sealed: bool = False) -> Iterator[Any]:
     """A Parquet writer (zstd) whose file is at ``path``, whole and durable, when the block ends well.
 
+    ``sealed``: with its hash beside it, for pages have checksums in Parquet, but their heads have none.
     The same rows give the same bytes, with one release of pyarrow. Raises OSError.
     """
     pa = need_pyarrow()
@@ -195,12 +206,15 @@ def writing(path: Path, columns: Any) -> Iterator[Any]:
                 file,
                 columns,
                 compression="zstd",
+                write_page_checksum=True,
                 use_dictionary=[name for name in _leaves(columns) if name not in plain],
                 use_byte_stream_split=["logprobs.list.element"],
             ) as writer:
                 yield writer
             file.flush()
             os.fsync(file.fileno())
+        if sealed:
+            replace_file(_seal(path), f"{_sha256(temporary)}  {path.name}\n".encode())
         temporary.replace(path)
         sync_folder(path.parent)
     except BaseException:
@@ -216,9 +230,37 @@ def _leaves(columns: Any) -> list[str]:
 
 def contents(path: Path) -> set[tuple[str, bool]]:
     """(submission, accepted) of every submission in a kept file."""
-    pa = need_pyarrow()
-    table = pa.parquet.read_table(path, columns=["submission", "accepted"])
+    with reading(path) as file:
+        table = file.read(columns=["submission", "accepted"])
     return set(zip(table["submission"].to_pylist(), table["accepted"].to_pylist(), strict=True))
+
+
+def files_of(part: Part) -> list[Path]:
+    """A kept file and its hash: what a copy of it takes."""
+    return [part.path, *([_seal(part.path)] if _seal(part.path).is_file() else [])]
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a kept file has the hash that was noted with it, if one was. Raises OSError."""
+    try:
+        told = _seal(path).read_bytes()[:64].decode("ascii", "replace")
+    except FileNotFoundError:
+        return True
+    return told == _sha256(path)
+
+
+def _seal(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def reading(path: Path) -> Any:
+    """The Parquet file at ``path``, its checksums compared; a context. Raises OSError or ArrowException."""
+    return need_pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
 
 
 def _make_room(run_folder: Path, budget: int, coming: int) -> None:
@@ -232,6 +274,7 @@ def _make_room(run_folder: Path, budget: int, coming: int) -> None:
         if sum(sizes.values()) + coming <= budget:
             break
         part.path.unlink()
+        _seal(part.path).unlink(missing_ok=True)
         del sizes[part]
         log.info("rollouts of version %d deleted: keep.rollouts_gb is used up", part.version)
 

@@ -18,7 +18,7 @@ from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.rollout_fates import Fate, Story
-from barnraise.coordinator.rollout_files import Part, batches, contents, parts_of
+from barnraise.coordinator.rollout_files import Part, batches, contents, is_sound, parts_of, reading
 from barnraise.coordinator.rollout_table import CLAWED_BACK, need_pyarrow, to_table
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import RunFolderError
@@ -99,7 +99,7 @@ class Source:
             try:
                 owners = _owners([*(contents(part.path) for part in mine), _said(rest)])
                 for place, part in enumerate(mine):
-                    found += self._of_file(pa, part, place, owners, wanted)
+                    found += self._of_file(part, place, owners, wanted)
             except FileNotFoundError:
                 raise Moved from None
             except (OSError, pa.ArrowException) as error:
@@ -115,10 +115,10 @@ class Source:
             found += [self._of_journal(version, group, wanted) for group in batches(left)]
         return found
 
-    def _of_file(
-        self, pa: Any, part: Part, place: int, owners: dict[str, int], wanted: Wanted
-    ) -> Iterable[Piece]:
-        with pa.parquet.ParquetFile(part.path) as file:
+    def _of_file(self, part: Part, place: int, owners: dict[str, int], wanted: Wanted) -> Iterable[Piece]:
+        if not is_sound(part.path):
+            raise OSError(f"{part.path} does not have the hash that was noted with it")
+        with reading(part.path) as file:
             for group in range(file.num_row_groups):
                 said = file.read_row_group(group, columns=["submission", "accepted", "check"])
                 chosen, digest = [], hashlib.sha256(part.path.name.encode())
@@ -137,7 +137,7 @@ class Source:
     def _read_file(self, path: Path, group: int, chosen: list[bool]) -> Any:
         pa = need_pyarrow()
         try:
-            with pa.parquet.ParquetFile(path) as file:
+            with reading(path) as file:
                 table = file.read_row_group(group)
         except FileNotFoundError:
             raise Moved from None
