@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import msgspec
 import trio
 
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
+from barnraise.protocol.errors import AbsentError, BarnraiseError, MalformedError, PeerError
 
 log = logging.getLogger(__name__)
 
@@ -411,7 +411,7 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
             sock.close()
             raise PeerError(f"cannot open {place}: {error}") from error
         return sock
-    raise PeerError(f"no process serves {path}")
+    raise AbsentError(f"no process serves {path}")
 
 
 async def _open(path: Path) -> trio.SocketStream:
@@ -422,7 +422,7 @@ async def _open(path: Path) -> trio.SocketStream:
             continue
         except OSError as error:
             raise PeerError(f"cannot open {place}: {error}") from error
-    raise PeerError(f"no process serves {path}")
+    raise AbsentError(f"no process serves {path}")
 
 
 # --- frames and places

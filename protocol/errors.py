@@ -37,6 +37,10 @@ class PeerError(BarnraiseError):
     """A peer could not be reached, went away, or was too slow."""
 
 
+class AbsentError(PeerError):
+    """Nobody is there to ask: no process serves a socket."""
+
+
 class KeyFileError(BarnraiseError):
     """A key file is missing, unreadable, damaged, or readable by others."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -143,6 +144,24 @@ def test_commands_act_say_so_and_may_be_repeated(tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["running"] is False
     assert daemon.given[0] == ("pause", {"seconds": 7200.0})
     assert [name for name, _ in daemon.given] == ["pause", "pause", "resume", "resume", "finish", "leave"]
+
+
+def test_a_process_that_does_not_answer_is_not_called_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever believed it would start a second one."""
+    (tmp_path / "spec.bin").touch()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "control.sock"))
+        listener.listen()
+        crowded = threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(2)])
+        crowded.start()
+        for command in (["status", tmp_path], ["admit", "list", tmp_path]):
+            assert call(*command) == 1
+            complaint = capsys.readouterr().err
+            assert "does not answer" in complaint
+            assert "start it" not in complaint
+        crowded.join()
 
 
 def test_where_nothing_runs_it_is_said_and_what_is_wished_already_is_no_failure(

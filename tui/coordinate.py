@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import typer
 
 from barnraise.protocol.control import send_command
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
+from barnraise.protocol.errors import AbsentError, BarnraiseError, MalformedError, PeerError
 from barnraise.tui.console import emit_json, examples, rounds, size
+from barnraise.tui.status import no_answer
 
 if TYPE_CHECKING:
     from barnraise.coordinator.run_file import Serve
@@ -343,6 +344,8 @@ def answering(folder: Path) -> Iterator[Path]:
     try:
         yield folder / "control.sock"
     except (PeerError, OSError) as error:
+        if not isinstance(error, AbsentError):
+            raise BarnraiseError(no_answer(folder, error)) from error
         raise BarnraiseError(
             f"no coordinator answers in {folder} ({error}); "
             f"start it with 'barnraise coordinator run {folder}'"

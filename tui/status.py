@@ -13,7 +13,7 @@ from barnraise.node.fetching import in_words
 from barnraise.node.state import block_words
 from barnraise.protocol.control import read_state
 from barnraise.protocol.credit_words import credit_words
-from barnraise.protocol.errors import BarnraiseError
+from barnraise.protocol.errors import AbsentError, BarnraiseError, PeerError
 from barnraise.tui.background import waiting_in
 from barnraise.tui.console import duration, emit_json, examples, print_rows, short_id, size
 from barnraise.tui.demo_view import measured_words, stage_words
@@ -49,7 +49,9 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
     folder = folder_or_default(folder)
     try:
         return read_state(folder / "control.sock")
-    except (BarnraiseError, OSError) as error:
+    except (PeerError, OSError) as error:
+        if not isinstance(error, AbsentError):
+            raise BarnraiseError(no_answer(folder, error)) from error
         if waits := waiting_in(folder):
             raise BarnraiseError(f"{waits}; see 'barnraise logs'") from error
         if (folder / "spec.bin").is_file():
@@ -60,6 +62,14 @@ def read_folder(folder: Path | None) -> dict[str, Any]:
         else:
             raise typer.BadParameter(f"{folder} is neither a run folder nor a node's data folder") from error
         raise BarnraiseError(f"nothing is running in {folder}; start it with '{cure}'") from error
+
+
+def no_answer(folder: Path, error: Exception) -> str:
+    """What to say where a process serves a folder, and is no help."""
+    return (
+        f"the process that serves {folder} does not answer ({error}): it may be somebody else's, very busy, "
+        "or have too many viewers; look at its log, and try again"
+    )
 
 
 def _can_rejoin(folder: Path) -> bool:
