@@ -94,7 +94,7 @@ class Finding:
 GUARDS = (
     *("reward-collapse", "held-out-collapse", "entropy-explosion", "entropy-collapse", "gradient-norm"),
     *("clip-ratio", "kl", "zero-advantage", "stale-work", "not-finite", "verifier-backlog"),
-    *("no-numbers", "volunteers-lost", "stall"),
+    *("no-numbers", "volunteers-lost", "stall", "clock-back"),
 )
 """Every kind of finding."""
 
@@ -118,11 +118,13 @@ THRESHOLDS: dict[str, tuple[str, ...]] = {
     "verifier-backlog": ("backlog_s",),
     "volunteers-lost": ("volunteers_share",),
     "stall": ("stall_s", "past"),
+    "clock-back": (),
 }
 """Which of ``GuardLimits`` each kind goes by."""
 
 MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
 MIN_VOLUNTEERS = 4
+CLOCK_BACK_S = 60.0
 ENTROPY_CALM = 0.1  # nats: a policy this sure of each token dissolves nowhere, however sure it was before
 ENTROPY_FLOOR = 0.02  # nats: what a policy that has learnt its task may come down to
 _BACK = (
@@ -149,6 +151,7 @@ def look(
         _volunteers(seen, limits),
         _backlog(seen, limits),
         _stall(versions, seen, limits),
+        _clock(versions, seen),
         _accuracy(standing, limits),
         _no_numbers(standing),
     ]
@@ -339,3 +342,17 @@ def _stall(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> 
         "too few usable groups, a learner that fails, or a full disk"
     )
     return Finding("stall", waited, limit, text)
+
+
+def _clock(versions: Sequence[VersionInfo], seen: Seen) -> Finding | None:
+    """The clock went back: what was to end at some moment, also an alarm's patience, ends that much later."""
+    if not versions:
+        return None
+    behind = (versions[-1].at_ms - seen.now_ms) / 1000
+    if behind <= CLOCK_BACK_S:
+        return None
+    text = (
+        f"this machine's clock is {behind:,.0f} s behind the time of version {versions[-1].version}: leases "
+        "and bans that were given before end that much later, and nothing seems late; set the clock, or wait"
+    )
+    return Finding("clock-back", behind, CLOCK_BACK_S, text)

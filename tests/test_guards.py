@@ -127,6 +127,7 @@ def test_versions_that_a_rollback_left_are_no_evidence():
     [
         ("verifier-backlog", replace(CALM, oldest_waiting_ms=100_000 - 700_000)),
         ("volunteers-lost", replace(CALM, live=3)),
+        ("clock-back", replace(CALM, now_ms=-100_000)),
         ("stall", replace(CALM, now_ms=20_000 + 1_900_000)),
     ],
 )
