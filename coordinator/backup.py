@@ -100,6 +100,8 @@ def back_up(folder: Path, target: Path, now_ms: int, progress: Progress = quiet)
         raise RunFolderError(f"{folder} has not begun: there is nothing to back up but the folder itself")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} exists and is not an empty folder: choose another")
+    if target.resolve().is_relative_to(folder.resolve()):
+        raise RunFolderError(f"{target} lies in the run folder, so that every backup would hold those before")
     try:
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         part = Path(mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
@@ -108,6 +110,7 @@ def back_up(folder: Path, target: Path, now_ms: int, progress: Progress = quiet)
             with closing(Journal(journal_path(folder), reading=True)) as source:
                 with closing(SqliteStore(part / SQLITE)) as copy:
                     copied = copy_journal(source.store, copy, progress)
+                copy.in_one_file()
             _copy_versions(folder, part, progress)
             _copy_rollouts(folder, part)
             fold = fold_of(part, spec, Snapshots(folder / SNAPSHOTS, run_id), progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ class SqliteStore:
             self._reads.close()
         with self._lock:
             self.db.close()
+
+    def in_one_file(self) -> None:
+        """Leave everything in the one file, which no reader changes then. Once closed, and for good."""
+        with self._reading(), closing(sqlite3.connect(self.path, isolation_level=None)) as db:
+            db.execute("PRAGMA journal_mode=DELETE")
 
     def write(self, batch: Batch) -> None:
         """One transaction, one fsync."""

@@ -90,6 +90,8 @@ def restore(
     made = check_backup(backup, progress)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} exists and is not an empty folder: choose another, or remove it")
+    if folder.resolve().is_relative_to(backup.resolve()):
+        raise RunFolderError(f"{folder} lies in the backup, which is to stay what it is: choose another")
     spec, _, run_id = read_spec(backup)
     if run_id.hex() != made.run_id:
         raise RunFolderError(f"{backup} holds the spec of another run than {MANIFEST} says")

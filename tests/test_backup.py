@@ -135,6 +135,12 @@ async def test_a_damaged_backup_restores_nothing(tmp_path: Path, autojump_clock:
     back_up(folder, backup, 5_000)
     with pytest.raises(RunFolderError, match="not an empty folder"):
         back_up(folder, backup, 5_000)
+    with pytest.raises(RunFolderError, match="every backup would hold those before"):
+        back_up(folder, folder / "backups/1", 5_000)
+    assert not (folder / "backups").exists()
+    with pytest.raises(RunFolderError, match="lies in the backup"):
+        restore(backup, backup / "elsewhere", 9_000)
+    assert [path.name for path in backup.glob("state.*")] == ["state.sqlite"]  # readers change nothing
     for name in ("state.sqlite", "run.key", "checkpoints/v000001/model.safetensors"):
         path = backup / name
         whole = path.read_bytes()
