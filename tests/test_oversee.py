@@ -21,6 +21,7 @@ from barnraise.protocol.control import Changed, serve_control
 from barnraise.protocol.identity import peer_id_of
 from barnraise.tui import main as command_line
 from barnraise.tui.console import emit_json
+from barnraise.tui.status import overview
 
 
 class Served:
@@ -170,3 +171,19 @@ def test_what_programs_read_is_json_whatever_a_statistic_became(capsys: pytest.C
     emit_json({"rewards": [[1, float("nan")], [2, 0.5]], "limit": float("-inf"), "text": "NaN"})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"rewards": [[1, None], [2, 0.5]], "limit": None, "text": "NaN"}
+
+
+def test_the_state_says_at_a_glance_what_is_wrong_and_what_was_done() -> None:
+    alarm = {"kind": "kl", "text": "0.6 nats: lower the rate", "since_ms": 0, "value": 0.6, "limit": 0.5}
+    state = {"kind": "coordinator", "alarms": [alarm], "rolling_back_to": 0, "draining_until_ms": 720_000}
+    rows = overview({**state, "admission": "invite", "amendments": 3}, 600.0)
+    assert rows[2:7] == [
+        ("ALARM", "kl, for 10m 00s: 0.6 nats: lower the rate"),
+        ("rollback", "to version 0, under way"),
+        ("draining", "ends once the work at hand is in, waits 2m 00s more at most"),
+        ("open to", "the invited and the list"),
+        ("amendments", "3, all in the ledger"),
+    ]
+    calm = {"kind": "coordinator", "alarms": [], "rolling_back_to": None, "draining_until_ms": None}
+    labels = {label for label, _ in overview({**calm, "admission": "open", "amendments": 0}, 600.0)}
+    assert not labels & {"ALARM", "rollback", "draining", "open to", "amendments"}

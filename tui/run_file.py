@@ -89,7 +89,8 @@ def check(
     file, facts = _look(place, parameters)
     swarm = Swarm(nodes=nodes, tokens_per_s=speed, up_mbit=uplink, own_mbit=own)
     found = _estimate(file, facts, swarm)
-    found.troubles.extend(task_troubles(*facts["tasks"], facts["sampling"].max_new_tokens))
+    tasks, held_out = facts["tasks"]
+    found.troubles.extend(task_troubles(tasks, held_out, facts["sampling"].max_new_tokens))
     if as_json:
         emit_json({"fits": not found.troubles, **asdict(found)})
     else:

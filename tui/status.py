@@ -110,6 +110,7 @@ def overview(state: dict[str, Any], now: float) -> list[Row]:
 def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
     yield "coordinator", f"of run '{state.get('run', '?')}' ({str(state.get('run_id', ''))[:16]})"
     yield "state", _with_reason(state)
+    yield from _operated(state, now)
     yield "version", f"{state.get('policy_version', 0)} of {state.get('target_version', '?')}"
     if state.get("pretrain"):
         yield "stage", stage_words(state)
@@ -138,6 +139,22 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
             + (f", BANNED{_until(node.get('banned_until'))}: {node['banned']}" if node.get("banned") else "")
             + (f", {node['reach']}" if node.get("reach") else ""),
         )
+
+
+def _operated(state: dict[str, Any], now: float) -> Iterator[Row]:
+    """What guards hold against the run, and what its operator did to it."""
+    for alarm in state.get("alarms") or []:
+        since = duration(max(0.0, now - alarm["since_ms"] / 1000))
+        yield "ALARM", f"{alarm['kind']}, for {since}: {alarm['text']}"
+    if state.get("rolling_back_to") is not None:
+        yield "rollback", f"to version {state['rolling_back_to']}, under way"
+    if state.get("draining_until_ms"):
+        left = duration(max(0.0, state["draining_until_ms"] / 1000 - now))
+        yield "draining", f"ends once the work at hand is in, waits {left} more at most"
+    if state.get("admission") in ("invite", "allow"):
+        yield "open to", "the invited and the list" if state["admission"] == "invite" else "the list alone"
+    if state.get("amendments"):
+        yield "amendments", f"{state['amendments']}, all in the ledger"
 
 
 def _node(state: dict[str, Any], now: float) -> Iterator[Row]:
