@@ -98,7 +98,7 @@ class LearnBelt:
                     self.run_folder,
                     version,
                     earlier,
-                    published_as(core.journal, core.spec.operator, earlier),
+                    published_as(self.run_folder, core.journal, core.spec, earlier),
                 )
             )
             await self._hand_over(again, version)

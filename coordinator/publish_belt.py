@@ -30,7 +30,7 @@ from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.patching import Previous
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.retention import kept_whole
-from barnraise.coordinator.rollback import take_up_again
+from barnraise.coordinator.rollback import note_published, take_up_again
 from barnraise.coordinator.rollout_files import keep_rollouts
 from barnraise.coordinator.rollout_table import need_pyarrow
 from barnraise.coordinator.run_file import Keep
@@ -159,7 +159,14 @@ class PublishBelt:
             self.origin.publish(signed, manifest)
         self.announce(_line(published))
         await unit_lines.used(leases, trained.version)
+        await self._note_published(trained.version, signed)
         await self._clean_up()
+
+    async def _note_published(self, version: int, signed: Signed) -> None:
+        try:
+            await self.core.offload(lambda: note_published(self.run_folder, version, signed))
+        except OSError as error:  # what it is for is a rollback, some day
+            log.warning("version %d: its manifest is not kept beside it: %s", version, error)
 
     def _opened(self, loop: trio.lowlevel.TrioToken, signed: Signed, opening: Opening) -> None:
         """In the thread that hashes: the tree learns of it on the event loop."""

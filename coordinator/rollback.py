@@ -12,11 +12,16 @@ from barnraise.coordinator import checkpoints
 from barnraise.coordinator.checkpoints import Record
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.workers import Trained, checkpoint_folder
-from barnraise.protocol.durable import link_or_copy
+from barnraise.protocol import wire
+from barnraise.protocol.durable import link_or_copy, replace_file
 from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.errors import BarnraiseError, RunFolderError
 from barnraise.protocol.manifest import WEIGHTS_FILE
-from barnraise.protocol.messages import Manifest
+from barnraise.protocol.messages import Manifest, Signed
+from barnraise.protocol.spec import RunSpec
+
+NOTE = ".published"  # in a checkpoint's folder; no part of the version
+_MAX_NOTE = 64 * 1024 * 1024
 
 
 def can_return(run_folder: Path, version: int) -> str:
@@ -30,16 +35,31 @@ def can_return(run_folder: Path, version: int) -> str:
     )
 
 
-def published_as(journal: Journal, operator: bytes, version: int) -> dict[str, bytes]:
+def note_published(run_folder: Path, version: int, signed: Signed) -> None:
+    """Keep a version's signed manifest beside its files: the journal has those of the newest alone. Blocking.
+
+    Raises:
+        OSError: the disk refused, or the version is gone already.
+    """
+    replace_file(checkpoint_folder(run_folder, version) / NOTE, wire.encode(signed))
+
+
+def published_as(run_folder: Path, journal: Journal, spec: RunSpec, version: int) -> dict[str, bytes]:
     """SHA-256 of a version's tensor files, as its signed manifest has them; {} where that is not there.
 
     Blocking.
     """
     signed = journal.manifest(version)
-    if signed is None:
+    try:
+        if signed is None:
+            with (checkpoint_folder(run_folder, version) / NOTE).open("rb") as file:
+                signed = wire.decode(file.read(_MAX_NOTE), Signed)
+        manifest = open_signed(signed, Manifest, spec.operator)
+    except (OSError, BarnraiseError):  # from before they were kept, or damaged itself
         return {}
-    files = open_signed(signed, Manifest, operator).files
-    return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
+    if manifest.version != version:
+        return {}
+    return {entry.path: entry.sha256 for entry in manifest.files if entry.path.endswith(".safetensors")}
 
 
 def cannot_be_done(run_folder: Path, version: int, earlier: int, expected: Mapping[str, bytes]) -> bool:

@@ -105,7 +105,7 @@ async def _hopeless(core: Core, run_folder: Path) -> RollbackOrdered | None:
     earlier = ordered.to_version
     lost = await core.offload(
         lambda: cannot_be_done(
-            run_folder, next_one, earlier, published_as(core.journal, core.spec.operator, earlier)
+            run_folder, next_one, earlier, published_as(run_folder, core.journal, core.spec, earlier)
         )
     )
     return ordered if lost else None

@@ -246,7 +246,13 @@ def spoil(path):
     (path / "state.json").write_text("{")
 
 
-@pytest.mark.parametrize("harm", [lose, flip, spoil])
+def flip_an_old_one(path):
+    """The journal has the manifests of the newest versions alone."""
+    flip(path)
+    assert (path / ".published").is_file()
+
+
+@pytest.mark.parametrize("harm", [lose, flip, spoil, flip_an_old_one])
 async def test_a_rollback_whose_checkpoint_is_lost_after_the_order_gives_way_to_another(
     tmp_path, autojump_clock, monkeypatch, harm
 ):
@@ -259,6 +265,8 @@ async def test_a_rollback_whose_checkpoint_is_lost_after_the_order_gives_way_to_
 
     async with idle(tmp_path) as (coordinator, core, folder, kept):
         last = core.state.head
+        if harm is flip_an_old_one:
+            monkeypatch.setattr(Journal, "manifest", lambda journal, version: None)
         monkeypatch.setattr(learn_belt, "take_up_again", too_late)
         await roll_back(core, folder, {"version": kept[-2], "reason": "bad"})
         await trio.sleep(30)
