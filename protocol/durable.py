@@ -51,8 +51,11 @@ def write_durably(path: Path, data: bytes) -> None:
         StorageError: the disk refused; says where and why.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
+        try:
+            replace_file(path, data)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, data)
         sync_folder(path.parent)
     except OSError as error:
         why = error.strerror or str(error)

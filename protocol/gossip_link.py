@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import trio
@@ -40,6 +40,7 @@ class Link:
         self.received = Meter()
         self._outbox: deque[bytes] = deque()
         self._waiting = 0
+        self._busy = False  # a write is under way
         self._work = trio.Event()
         self._tokens, self._tokens_at = _BURST, now
         self._tasks: set[trio.CancelScope] = set()
@@ -64,8 +65,12 @@ class Link:
             scope.cancel()
 
     def post(self, message: Message) -> bool:
-        """Queue a message; False if the queue is full."""
+        """Queue a message, or send it where nothing waits and the network can; False if the queue is full."""
         data = frame(message)
+        if not self._outbox and not self._busy and not self.ended:
+            write_now: Callable[[bytes], bool] | None = getattr(self.streams[0], "write_now", None)
+            if write_now is not None and write_now(data):
+                return True
         if self._waiting + len(data) > MAX_OUTBOX_BYTES:
             return False
         self._outbox.append(data)
@@ -106,7 +111,9 @@ class Link:
                 size += len(parts[-1])
             self._waiting -= size
             limit.deadline = trio.current_time() + WRITE_S
+            self._busy = True
             await self.streams[0].write(b"".join(parts))
+            self._busy = False
             limit.deadline = math.inf
 
     async def throttle(self) -> None:

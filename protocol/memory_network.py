@@ -30,6 +30,7 @@ WRITE_TIMEOUT_S = 30.0
 DEAD_AFTER_S = 45.0  # a silent connection is given up after this long
 WINDOW = 256 * 1024  # as yamux begins
 PIECE = 64 * 1024
+_IN_A_ROW = 8  # reads that need not wait, before others get their turn all the same
 
 
 @dataclass
@@ -70,6 +71,7 @@ class _Pipe:
         self._target = swarm._hosts.get(target)
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._held = 0
+        self._in_a_row = 0  # reads that found something at once
         self._end_at: float | None = None
         self.reset = False
         self._readers: list[Parked] = []
@@ -127,10 +129,15 @@ class _Pipe:
             size = len(piece) if weigh is None else weigh(self._protocol, len(piece))
             begin += size / self._link.bandwidth
             self._link.free_at = begin
-        self._pieces.append((begin + self._link.latency_s, piece))
+        arrival = begin + self._link.latency_s
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last[0] == arrival and len(last[1]) + len(piece) <= PIECE:
+            self._pieces[-1] = arrival, last[1] + piece  # one read is enough for both
+        else:
+            self._pieces.append((arrival, piece))
         self._held += len(piece)
         if self._target is not None:
-            self._target._expect(begin + self._link.latency_s, len(piece))
+            self._target._expect(arrival, len(piece))
         self._comes(self._pieces[0][0])
 
     async def write(self, data: bytes) -> int:
@@ -163,7 +170,12 @@ class _Pipe:
         waited = False
         while True:
             if not waited and self._due():
-                await trio.lowlevel.checkpoint()
+                self._in_a_row += 1
+                if self._in_a_row < _IN_A_ROW:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                else:
+                    self._in_a_row = 0
+                    await trio.lowlevel.checkpoint()
                 waited = True
             self._check()
             now = trio.current_time()
@@ -186,7 +198,7 @@ class _Pipe:
                 elif self._end_at is not None:
                     until = self._end_at
             await self._pause(until, self._readers)
-            waited = True
+            self._in_a_row, waited = 0, True
 
     def _due(self) -> bool:
         """Whether a reader need not wait: for bytes, for the end, or to hear that it broke."""
