@@ -85,6 +85,7 @@ class Core:
         fresh: the ledger entries from number ``fresh_from`` on, as far as the start replayed them
             (``MAX_FRESH`` at most, beginning with ``published``), for whoever publishes them.
         listeners: called in order with each write once it is durable; must not raise.
+        stirs: called when ``changed`` is set, for whoever waits for other things, too; must not raise.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Core:
         self.offload = offload
         self.journal = journal
         self.listeners: list[Listener] = []
+        self.stirs: list[Callable[[], None]] = []
         self.trouble = ""  # why the last commit failed, until one succeeds
         self._identity = identity
         self._settings: tuple[bytes, RunSpec] = (b"", spec)  # the newest amendment, and what came of it
@@ -372,6 +374,8 @@ class Core:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
+        for stir in self.stirs:
+            stir()
 
     @property
     def changed(self) -> trio.Event:

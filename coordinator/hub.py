@@ -168,7 +168,8 @@ class Hub:
             for other in (everybody[index] for index in tried)
             if other is not live and other.addresses and other.have_version >= max(0, oldest)
         ]
-        rng.shuffle(found)
+        if count <= _TRIES:
+            rng.shuffle(found)  # else they are in the order of the draw
         found.sort(key=lambda other: -other.have_version)
         return tuple(
             Peer(peer_id=other.peer_id, addresses=other.addresses, have_version=other.have_version)

@@ -59,18 +59,19 @@ class VerifyBelt:
     _put_off: dict[bytes, _Failed] = field(default_factory=dict)
     _flying: set[bytes] = field(default_factory=set)  # with the verifier now, or on the way to the disk
     _batches: int = 0
-    _freed: trio.Event = field(default_factory=trio.Event)
+    _stirred: trio.Event = field(default_factory=trio.Event)
     _successes: int = 0
     _fresh_last: bool = False
 
     async def run(self) -> None:
         """Judge for ever."""
         self.progress.verifiers = self.verifier.slots
+        self.core.stirs.append(self._stir)
         async with trio.open_nursery() as nursery:
             while True:
-                changed, freed = self.core.changed, self._freed
+                stirred = self._stirred
                 if self._batches >= self.verifier.slots:
-                    await freed.wait()
+                    await stirred.wait()
                     continue
                 jobs = await self._next_jobs()
                 if jobs:
@@ -80,7 +81,7 @@ class VerifyBelt:
                     continue
                 due = (item.retry_at for key, item in self._put_off.items() if key not in self._flying)
                 with trio.move_on_at(min(due, default=math.inf)):
-                    await either(changed, freed)
+                    await stirred.wait()
 
     async def _judge(self, jobs: tuple[VerifyJob, ...]) -> None:
         """One batch, from the verifier to the journal. Its slot is kept while the verifier is in trouble."""
@@ -104,8 +105,12 @@ class VerifyBelt:
         self._batches += change
         self.progress.verifying = len(self._flying)
         self.progress.verifiers_busy = self._batches
-        self._freed.set()
-        self._freed = trio.Event()
+        self._stir()
+
+    def _stir(self) -> None:
+        """Have ``run`` look again: a slot is free, or something was committed."""
+        self._stirred.set()
+        self._stirred = trio.Event()
 
     async def _next_jobs(self) -> tuple[VerifyJob, ...]:
         """One that is tried alone, or a batch of fresh ones, by turns as far as there are both."""

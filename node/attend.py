@@ -113,6 +113,7 @@ async def _session(ctx: Context, attempt: int) -> str:
         try:
             if await _join(ctx, session, peer_id, address):
                 ctx.session = session
+                ctx.linked.set()
                 nursery.start_soon(_heartbeats, ctx, session)
                 await _catch_up_receipts(ctx, session)  # before pushes are read: no gap between the two
                 async for message in session.pushes:
@@ -121,6 +122,7 @@ async def _session(ctx: Context, attempt: int) -> str:
             failure = error  # raised outside of the nursery, which would wrap it in a group
         finally:
             ctx.session = None
+            ctx.linked.set()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 2.0):
                 await session.close()
             nursery.cancel_scope.cancel()

@@ -95,6 +95,8 @@ class Context:
     receipts_refused: str = ""  # by the disk: why; those after it are not taken, so that no gap is left
     engine_limits: EngineLimits | None = None  # what the engine was told last
     wake: Signal = field(default_factory=Signal)
+    linked: Signal = field(default_factory=Signal)  # ``session`` has changed
+    allowed: Signal = field(default_factory=Signal)  # whether shards may move, or how fast, may have changed
     changed: Changed = field(default_factory=Changed)
     spoken: Signal = field(default_factory=Signal)  # what is to be said of the state may be another now
     run: Run | None = None
@@ -127,12 +129,14 @@ class Context:
 
     def feed(self, event: Event) -> None:
         """Fold an event into the state and wake the loop."""
-        before = self.state.activity
+        before, transfers = self.state.activity, self.state.may_transfer
         self.state = core.apply(self.state, event, trio.current_time())
         self.wake.set()
         self.changed.set()
         if self.state.activity != before:
             self.spoken.set()
+        if self.state.may_transfer is not transfers:
+            self.allowed.set()
         for listener in self.listeners:
             listener(event)
 

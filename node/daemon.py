@@ -158,6 +158,7 @@ class NodeHandle:
         finally:  # what could not be written holds all the same
             await guard.look(self._ctx)
             self._ctx.wake.set()  # caps may be others now
+            self._ctx.allowed.set()
         limits = self._ctx.limits.tree(self._ctx.clock.wall_ms())
         return {"ok": True, "text": text, "limits": limits}
 

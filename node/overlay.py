@@ -113,7 +113,7 @@ async def take_part(ctx: Context) -> None:
             if slots == 0 and ctx.prefetch is not None and not ctx.state.may_transfer:
                 ctx.prefetch.stop()
             with trio.move_on_after(ctx.config.look_s):
-                await ctx.wake.wait()
+                await ctx.allowed.wait()
 
 
 def _idle(ctx: Context) -> bool:

@@ -37,7 +37,7 @@ async def watch(ctx: Context) -> None:
         now = trio.current_time()
         if ctx.session is None or not ctx.coordinator:
             with trio.move_on_after(LOOK_S):
-                await ctx.wake.wait()
+                await ctx.linked.wait()
             continue
         if ctx.session is not session or now >= due:
             session = ctx.session
@@ -59,7 +59,7 @@ async def watch(ctx: Context) -> None:
             await trio.sleep(LOOK_S)
             continue
         with trio.move_on_at(due):
-            await ctx.wake.wait()
+            await ctx.linked.wait()
 
 
 async def _ask(ctx: Context) -> tuple[Reach, bool]:
