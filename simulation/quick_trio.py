@@ -46,10 +46,10 @@ _NOTHING = _Nothing()
 @contextmanager
 def quick_trio(clock: VirtualClock) -> Iterator[None]:
     """While it lasts ``trio.run(..., clock=clock)`` runs here. For one run at a time in a process."""
-    if not trio.__version__.startswith(FOLLOWS):
+    trio_: Any = trio
+    if not trio_.__version__.startswith(FOLLOWS):
         yield
         return
-    trio_: Any = trio
     runner_: Any = _run.Runner
     before = trio.current_time, _trio.current_time, _trio.unrolled_run, runner_.reschedule
     trio_.current_time = _trio.current_time = clock.current_time
