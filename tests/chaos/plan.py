@@ -8,6 +8,7 @@ from random import Random
 from typing import Literal, TypeVar
 
 NODES = ("node-1", "node-2", "node-3")  # the second has a small disk, the third a supervisor
+SMALL = ("coordinator", NODES[1])  # disks that may be full
 ENGINES = tuple(f"engine of {name}" for name in NODES)
 PROCESSES = ("coordinator", "learner", "verifier", *NODES, *ENGINES)
 LINKS = ("cut", "stall", "trickle")
@@ -53,6 +54,7 @@ def plan(seed: int, seconds: float) -> list[Act]:
     acts: list[Act] = []
     busy: dict[str, float] = {}
     crashes = 0
+    disks = _rounds(random, SMALL)
     damages = _rounds(random, (*AT_COORDINATOR, *AT_NODE))
     kinds: Iterator[Kind] = _rounds(random, KINDS)
     at = random.uniform(0.5, 2.0)
@@ -63,7 +65,7 @@ def plan(seed: int, seconds: float) -> list[Act]:
         if kind in ("kill", "freeze"):
             target = random.choice(PROCESSES)
         elif kind == "fill":
-            target = NODES[1]
+            target = next(disks)
         elif kind == "link":
             target, how = random.choice(NODES), random.choice(LINKS)
         else:

@@ -58,7 +58,7 @@ class Chaos(Place):
     outcomes: list[Outcome] = field(default_factory=list)
     memory: dict[tuple[int, float], Memory] = field(default_factory=dict)
     started: float = 0.0
-    small_disk: bool = False
+    small_disks: bool = False
     _undo: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
     _down: set[str] = field(default_factory=set)
@@ -202,7 +202,7 @@ class Chaos(Place):
         return ""
 
     def _fill(self, name: str, seconds: float) -> str:
-        if not self.small_disk:
+        if not self.small_disks:
             return "left out: no small disk can be mounted here"
         ballast = self.home(name) / "ballast"
         try:
@@ -212,7 +212,18 @@ class Chaos(Place):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        self._later(seconds, lambda: ballast.unlink(missing_ok=True))
+
+        def empty() -> None:
+            ballast.unlink(missing_ok=True)
+            process = self.processes[name]
+            if name == "coordinator" and name not in self._down and process.poll() not in (None, -9):
+                # It was started where there was no room: it may end, and say so.
+                assert "No space left" in self.log_of(name).read_text()[-2000:], (
+                    f"{name} ended without a word"
+                )
+                self.begin(name)
+
+        self._later(seconds, empty)
         return ""
 
     def _damage(self, name: str, how: str, seconds: float, random: Random) -> str:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos.plan import AT_COORDINATOR, AT_NODE, MOST_CRASHES, NODES, Act, plan
+from chaos.plan import AT_COORDINATOR, AT_NODE, MOST_CRASHES, NODES, SMALL, Act, plan
 
 seeds, lengths = st.integers(0, 2**64), st.floats(5.0, 600.0)
 
@@ -40,3 +40,4 @@ def test_in_ten_minutes_everything_goes_wrong_once() -> None:
         acts = plan(seed, 600.0)
         assert {act.kind for act in acts} == {"kill", "freeze", "fill", "link", "damage"}
         assert {act.how for act in acts if act.kind == "damage"} == {*AT_COORDINATOR, *AT_NODE}
+        assert {act.target for act in acts if act.kind == "fill"} == set(SMALL)
