@@ -251,11 +251,11 @@ async def set_mode(core: Core, args: dict[str, Any]) -> dict[str, Any]:
         StorageError: the disk refused.
     """
     mode, keep, reason = args.get("mode"), args.get("keep_proven", False), args.get("reason", "")
-    known = isinstance(mode, str) and mode in MODES
-    if not known or not isinstance(keep, bool) or not isinstance(reason, str):
+    whom = MODES.get(mode) if isinstance(mode, str) else None
+    if whom is None or not isinstance(keep, bool) or not isinstance(reason, str):
         raise RefusedError("bad-argument", f"who may join? {', '.join(MODES)}")
     kept = (await admit_known(core, {}))["allowed"] if keep else []
-    why = reason.strip() or f"open to {MODES[mode]}"
+    why = reason.strip() or f"open to {whom}"
     reply = await amend(core, {"changes": {"admission": f'"{mode}"'}, "reason": why})
     return {
         "admission": mode,
