@@ -66,34 +66,39 @@ async def start(tmp_path: Path) -> Child:
     return await Child.start([sys.executable, __file__], name="engine", log=tmp_path / "log")
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("sleep", "no progress, and neither processor nor disk used, for "),
-        ("lock", "no progress, and neither processor nor disk used, for "),
-        ("C", "no sign of life, and neither processor nor disk used, for "),
-        ("busy C", "no sign of life for .* caught in a library"),
-        ("busy", "busy, but not one step done for "),
-        ("stop", "it was stopped from outside .SIGSTOP."),
-    ],
-)
-async def test_r5_a_child_that_hangs_is_killed_and_the_reason_told(
-    tmp_path: Path, what: str, text: str
-) -> None:
-    child = await start(tmp_path)
+HANGS = {
+    "sleep": "no progress, and neither processor nor disk used, for ",
+    "lock": "no progress, and neither processor nor disk used, for ",
+    "C": "no sign of life, and neither processor nor disk used, for ",
+    "busy C": "no sign of life for .* caught in a library",
+    "busy": "busy, but not one step done for ",
+    "stop": "it was stopped from outside .SIGSTOP.",
+}
 
-    def stop(step: Step) -> None:
-        if what == "stop":
-            os.kill(child.pid, signal.SIGSTOP)
 
-    request = Do("sleep" if what == "stop" else what)
-    try:
-        with trio.fail_after(120), pytest.raises(ChildHungError, match=f"engine hung and was ended: {text}"):
-            await child.request(request, Done, stop, events=Step, patience=QUICK)
-        assert not child.alive
-        assert vitals(child.pid) is None
-    finally:
-        await child.kill()
+async def test_r5_a_child_that_hangs_is_killed_and_the_reason_told(tmp_path: Path) -> None:
+    """All at once: what takes time here is waiting."""
+
+    async def hang(what: str, text: str) -> None:
+        child = await Child.start([sys.executable, __file__], name="engine", log=tmp_path / f"{what}.log")
+
+        def stop(step: Step) -> None:
+            if what == "stop":
+                os.kill(child.pid, signal.SIGSTOP)
+
+        request = Do("sleep" if what == "stop" else what)
+        try:
+            with pytest.raises(ChildHungError, match=f"engine hung and was ended: {text}"):
+                await child.request(request, Done, stop, events=Step, patience=QUICK)
+            assert not child.alive
+            assert vitals(child.pid) is None
+        finally:
+            await child.kill()
+
+    with trio.fail_after(120):
+        async with trio.open_nursery() as nursery:
+            for what, text in HANGS.items():
+                nursery.start_soon(hang, what, text)
 
 
 async def test_a_slow_child_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:

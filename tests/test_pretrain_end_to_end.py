@@ -11,7 +11,8 @@ from barnraise.coordinator.demo_corpus import SEQUENCE, prepare_demo_corpus
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol.ledger_file import verify_ledger_file
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+# In short: test_block_coordinator (the children), test_block_node (nodes and coordinator in memory).
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_two_volunteers_pretrain_a_model_that_transformers_loads(tmp_path: Path) -> None:

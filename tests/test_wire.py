@@ -34,7 +34,7 @@ PAYLOADS = [Signed, Manifest, RolloutLease, RolloutSubmission, Verdict, Receipt,
 ENTRIES = list(ledger.LedgerEntry.__args__)
 EVERY_TYPE = [*FRAMED, *PAYLOADS, *ENTRIES]
 every_type = pytest.mark.parametrize("type_", EVERY_TYPE, ids=lambda type_: type_.__name__)
-thorough = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def strategy(info: inspect.Type) -> st.SearchStrategy[Any]:
