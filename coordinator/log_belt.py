@@ -112,7 +112,8 @@ class LogBelt:
         """Publish whatever was signed, for ever. A disk that refuses is tried again."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._renew)
-            await self._heal()
+            if not await self._heal():  # what is new goes out meanwhile
+                nursery.start_soon(self._heal_later)
             while True:
                 changed = self._core.changed
                 try:
@@ -124,8 +125,14 @@ class LogBelt:
                     continue
                 await changed.wait()
 
-    async def _heal(self) -> None:
-        """Make whole again what a disk lost or changed since it was published."""
+    async def _heal_later(self) -> None:
+        """A disk that was full when we began may have room by now."""
+        await trio.sleep(RETRY_S)
+        while not await self._heal():
+            await trio.sleep(RETRY_S)
+
+    async def _heal(self) -> bool:
+        """Make whole again what a disk lost or changed since it was published; false: it refuses."""
 
         def work() -> bool:
             if self.folder.intact():
@@ -143,9 +150,10 @@ class LogBelt:
                 mended = await self._core.offload(work)
         except StorageError as error:
             log.error("%s", error)
-            return
+            return False
         if mended:
             log.warning("%s: damaged or missing files were written again", self.folder.folder)
+        return True
 
     def _note(self, write: Write) -> None:
         if len(self._waiting) >= MAX_FRESH:  # nothing is published for so long: derive them when it is

@@ -25,7 +25,7 @@ from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
 from barnraise.coordinator.snapshot import Snapshots
 from barnraise.protocol.envelope import open_signed
-from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import TreeHead
@@ -290,3 +290,30 @@ async def test_one_flipped_bit_is_found_by_verify_and_at_the_start(
         return
     with pytest.raises(RunFolderError, match=path.name):  # with the cure
         await go_on(folder)
+
+
+async def test_a_tile_that_a_full_disk_kept_from_being_mended_is_mended_once_there_is_room(
+    tmp_path: Path, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_run(tmp_path)
+    await a_small_run(folder)
+    flip(*PLACES["entries"](folder))
+    mend, attempts = LogFolder.mend, []
+
+    def mending(self: LogFolder, *arguments: Any) -> None:
+        attempts.append(trio.current_time())
+        if len(attempts) < 3:
+            raise StorageError("cannot write a tile (No space left on device)")
+        mend(self, *arguments)
+
+    monkeypatch.setattr(LogFolder, "mend", mending)
+    with open_run(folder) as run, closing(Journal(run.journal_path)) as journal:
+        core, belt, _ = parts(run, journal)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(core.run)
+            nursery.start_soon(belt.run)
+            await trio.sleep(60)
+            nursery.cancel_scope.cancel()
+    assert len(attempts) == 3
+    assert "written again" in caplog.text
+    assert call("ledger", "verify", folder) == 0
