@@ -131,8 +131,8 @@ def acknowledge_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
         await trio.sleep(1)
         await right(*arguments)
 
-    async def hasty(core: Any, message: Any, terms: Any, event: Any) -> Acknowledged:
-        trio.lowlevel.spawn_system_task(later, core, message, terms, event)
+    async def hasty(core: Any, message: Any, *rest: Any) -> Acknowledged:
+        trio.lowlevel.spawn_system_task(later, core, message, *rest)
         return Acknowledged(id=message.id, duplicate=False)
 
     patch.setattr(sessions, "take_in", hasty)
@@ -210,7 +210,7 @@ def never_lend(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_payload(patch: pytest.MonkeyPatch) -> None:
-    async def careless(core: Any, message: Any, terms: Any, event: Any) -> Acknowledged:
+    async def careless(core: Any, message: Any, terms: Any, event: Any, name: str) -> Acknowledged:
         await core.record([event])
         return Acknowledged(id=message.id, duplicate=False)
 
