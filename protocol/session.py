@@ -12,6 +12,7 @@ with a logged reason.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -94,6 +95,7 @@ class _Watched:
     def __init__(self, stream: Stream, idle_s: float, received: Callable[[int], None]) -> None:
         self._stream = stream
         self._idle_s = idle_s
+        self.idle = trio.CancelScope()
         self._received = received
 
     @property
@@ -101,11 +103,16 @@ class _Watched:
         return self._stream.peer_id
 
     async def read(self, limit: int) -> bytes:
-        with trio.move_on_after(self._idle_s):
-            data = await self._stream.read(limit)
-            self._received(len(data))
-            return data
-        raise PeerError(f"{self.peer_id} sent nothing for {self._idle_s:.0f} s")
+        # One scope is around all reads, and its deadline moves: to make one for each costs more.
+        self.idle.deadline = trio.current_time() + self._idle_s
+        data = await self._stream.read(limit)
+        self.idle.deadline = math.inf
+        self._received(len(data))
+        return data
+
+    def silent(self) -> PeerError:
+        """Why it ended, if ``idle`` was cancelled."""
+        return PeerError(f"{self.peer_id} sent nothing for {self._idle_s:.0f} s")
 
     async def write(self, data: bytes) -> None:
         await self._stream.write(data)
@@ -192,7 +199,7 @@ class Session:
         self._minor = minor
         self._timeout_s = timeout_s
         self._next_id = 1
-        self._waiting: dict[int, trio.MemorySendChannel[Message]] = {}
+        self._waiting: dict[int, _Awaited] = {}
         self._outbox = _Outbox(stream, MAX_OUTBOX)
         self._push, self.pushes = trio.open_memory_channel[Message](MAX_WAITING_PUSHES)
         self._ended = trio.Event()
@@ -260,8 +267,7 @@ class Session:
                 "too-old",
                 f"{self.peer_id} speaks a protocol before {PROTOCOL_MAJOR}.{since}: update that side",
             )
-        send, receive = trio.open_memory_channel[Message](1)
-        self._waiting[request_id] = send
+        awaited = self._waiting[request_id] = _Awaited()
         try:
             if self._ended.is_set():
                 raise PeerError(f"no session for {what}: {self.reason}")
@@ -269,11 +275,12 @@ class Session:
             with trio.move_on_after(MESSAGE_TIMEOUT_S) as scope:
                 if not self._outbox.put(message, partial(_limit, seconds, scope)):
                     raise PeerError(f"{self.peer_id} does not read: too much waits to be sent before {what}")
-                try:
-                    answer = await receive.receive()
-                except trio.EndOfChannel:
-                    reason = f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}"
-                    raise PeerError(reason) from None
+                await awaited.come.wait()
+                answer = awaited.answer
+                if answer is None:
+                    raise PeerError(
+                        f"lost {self.peer_id} while waiting for the answer to {what}: {self.reason}"
+                    )
             if answer is None:
                 raise PeerError(f"{self.peer_id} did not answer {what} within {seconds:g} s")
             if isinstance(answer, Refusal):
@@ -285,7 +292,6 @@ class Session:
             return answer
         finally:
             self._waiting.pop(request_id, None)
-            send.close()
 
     async def _read(self) -> None:
         reader = MessageReader(self._stream, REPLIES | PUSHES)
@@ -303,10 +309,10 @@ class Session:
                 raise MalformedError(f"{self.peer_id} answered request {request_id}, which was never sent")
             waiting = self._waiting.get(request_id)
             if waiting is not None:  # else it came too late: nobody waits any more
-                try:
-                    waiting.send_nowait(message)
-                except (trio.WouldBlock, trio.BrokenResourceError):
-                    raise MalformedError(f"{self.peer_id} answered request {request_id} twice") from None
+                if waiting.answer is not None:
+                    raise MalformedError(f"{self.peer_id} answered request {request_id} twice")
+                waiting.answer = message
+                waiting.come.set()
 
     def _fail(self, reason: str) -> None:
         self._end(reason)
@@ -319,8 +325,18 @@ class Session:
         self.reason = reason
         self._ended.set()
         self._push.close()
-        for channel in self._waiting.values():
-            channel.close()
+        for awaited in self._waiting.values():
+            awaited.come.set()
+
+
+class _Awaited:
+    """An answer that somebody waits for; without one once it has come: the session is over."""
+
+    __slots__ = ("answer", "come")
+
+    def __init__(self) -> None:
+        self.answer: Message | None = None
+        self.come = trio.Event()
 
 
 Handle = Callable[[Message], Awaitable[Message]]
@@ -407,12 +423,20 @@ class ServerSession:
         self._scope.cancel()
 
     async def _read(self, nursery: trio.Nursery) -> None:
+        with trio.CancelScope() as whole:
+            with self._stream.idle:
+                await self._read_all(nursery, whole)
+                return
+            raise self._stream.silent()
+        raise PeerError(f"a message took longer than {MESSAGE_TIMEOUT_S:.0f} s to arrive")
+
+    async def _read_all(self, nursery: trio.Nursery, whole: trio.CancelScope) -> None:
+        """Read to the end; ``whole`` is given a deadline for each message."""
         reader = MessageReader(self._stream, REQUESTS)
         while True:
-            with trio.move_on_after(MESSAGE_TIMEOUT_S) as scope:
-                message = await reader.receive()
-            if scope.cancelled_caught:
-                raise PeerError(f"a message took longer than {MESSAGE_TIMEOUT_S:.0f} s to arrive")
+            whole.deadline = trio.current_time() + MESSAGE_TIMEOUT_S
+            message = await reader.receive()
+            whole.deadline = math.inf
             size = self._intake.finished(self)
             if message is None:
                 return
