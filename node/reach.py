@@ -37,7 +37,7 @@ async def watch(ctx: Context) -> None:
         now = trio.current_time()
         if ctx.session is None or not ctx.coordinator:
             with trio.move_on_after(LOOK_S):
-                await ctx.linked.wait()
+                await ctx.wake.wait()
             continue
         if ctx.session is not session or now >= due:
             session = ctx.session
