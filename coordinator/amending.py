@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.hub import Hub
-from barnraise.coordinator.journal import Write
+from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.operator_events import SettingsAmended
 from barnraise.protocol import wire
 from barnraise.protocol.amendments import Amendment, AmendmentError, amended
 from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import BarnraiseError, RefusedError
 from barnraise.protocol.messages import AmendmentsPush, Signed
+from barnraise.protocol.spec import RunSpec
 
 MOST_AMENDMENTS = 4_096
 _AT_ONCE = 64
@@ -89,6 +93,21 @@ def amendment_event(core: Core, number: int, changes: dict[str, str], reason: st
         signed=wire.encode(signed),
         at_ms=now,
     )
+
+
+def settings_in_force(folder: Path, spec: RunSpec) -> RunSpec:
+    """The run spec of a run folder with every amendment in its journal; its coordinator may be running.
+
+    Raises:
+        RunFolderError, StorageError: the journal cannot be read.
+    """
+    if not journal_begun(folder):
+        return spec
+    with closing(Journal(journal_path(folder), reading=True)) as journal:
+        for event in journal.events():
+            if isinstance(event, SettingsAmended):
+                spec = amended(spec, event.changes)
+    return spec
 
 
 def amendments_in_force(core: Core) -> list[AmendmentsPush]:

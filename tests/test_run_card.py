@@ -7,8 +7,10 @@ import trio
 from coordinator_history import published
 from coordinator_support import make_run, opened
 
+from barnraise.coordinator.amending import settings_in_force
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.events import NodeJoined
+from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.operator_events import SettingsAmended
 from barnraise.coordinator.run_card import card, facts_of, write_card
@@ -40,6 +42,13 @@ async def amended_run(tmp_path: Path) -> Path:
             nursery.cancel_scope.cancel()
         journal.close()
     return folder
+
+
+async def test_a_run_is_reckoned_with_the_settings_in_force(tmp_path: Path) -> None:
+    folder = await amended_run(tmp_path)
+    signed = read_spec(folder)[0]
+    in_force = settings_in_force(folder, signed)
+    assert in_force.grpo.learning_rate == 5e-7 != signed.grpo.learning_rate
 
 
 async def test_a_card_names_task_changes_credits_and_the_signed_head(tmp_path: Path) -> None:

@@ -101,11 +101,12 @@ def check(
 
 def _look(place: Path, parameters: float) -> tuple[RunFile, dict[str, Any]]:
     """The file, and what is known of the model: parameters, bytes a weight, tokens of a completion."""
+    from barnraise.coordinator.amending import settings_in_force
     from barnraise.coordinator.folder import read_spec
     from barnraise.coordinator.run_file import operating, read_run_file, settings_of
 
     if place.is_dir():
-        spec = read_spec(place)[0]
+        spec = settings_in_force(place, read_spec(place)[0])
         facts = {
             "parameters": spec.model.parameters,
             "weights_dtype": spec.model.weights_dtype,
