@@ -30,8 +30,10 @@ from barnraise.protocol.ledger import (
     BanLifted,
     ClawedBack,
     LedgerEntry,
+    LedgerReport,
     NodeBanned,
     NodeJoined,
+    Problem,
     Restored,
     verify_ledger,
 )
@@ -41,6 +43,7 @@ from barnraise.protocol.ledger_standings import DAY_MS, HALF_LIFE_MS, recent_ave
 from barnraise.protocol.messages import Signed, TreeHead
 from barnraise.protocol.signatures import check_here, claim_of, process_pool
 from barnraise.tui import main as command_line
+from barnraise.tui.ledger_verify import print_report
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -339,3 +342,18 @@ def test_the_benchmark_measures_what_it_documents(capsys: pytest.CaptureFixture[
     }
     assert documented <= measured.keys()
     assert all(name in benchmark.__doc__ for name in documented)
+
+
+def test_of_many_problems_the_earliest_is_marked_and_few_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problems = [Problem(index, "chain", f"p{index}") for index in (*range(40, 90), 7)]
+    report = LedgerReport(
+        b"r" * 32, b"o" * 32, 99, b"h" * 32, {}, 0, 0, 0, (Problem(None, "root", "x"), *problems), unnamed=10
+    )
+    print_report(report)
+    wrong = capsys.readouterr().out.partition("WRONG")[2].splitlines()
+    assert wrong[0].endswith("entry 7: chain: p7")
+    assert "look here" in wrong[1]
+    assert len(wrong) < 25
+    assert any("42 more problems" in line for line in wrong)

@@ -24,6 +24,7 @@ from barnraise.tui.console import emit_json, examples
 from barnraise.tui.ledger_published import files_of, key_of, look_at_mark, published_in
 from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file
 
+PROBLEMS_SHOWN = 20
 EXAMPLES = examples(
     "ledger verify ./my-run",
     "ledger verify ledger.bin --receipts ~/.local/share/barnraise",
@@ -136,12 +137,21 @@ def print_report(report: LedgerReport, newer: int | None = None) -> None:
         typer.echo(f"receipts {report.receipts} checked" + (later if newer else ""))
     for node, credit in sorted(report.balances.items(), key=lambda item: -item[1]):
         typer.echo(f"credit   {peer_id(node)}  {credit:,} Mflop")
-    for problem in report.problems:
+    _print_problems(report)
+    typer.echo("ledger verified" if report.ok else "ledger is wrong")
+
+
+def _print_problems(report: LedgerReport) -> None:
+    """The earliest entry's first, since one that is wrong makes those after it wrong; then some others."""
+    problems = sorted(report.problems, key=lambda one: report.size if one.index is None else one.index)
+    several = len(problems) + report.unnamed > 1
+    for number, problem in enumerate(problems[:PROBLEMS_SHOWN]):
         place = "ledger" if problem.index is None else f"entry {problem.index}"
         typer.echo(f"WRONG    {place}: {problem.rule}: {printable(problem.text, 1000)}")
-    if report.unnamed:
-        typer.echo(f"WRONG    {report.unnamed:,} more problems")
-    typer.echo("ledger verified" if report.ok else "ledger is wrong")
+        if number == 0 and several:
+            typer.echo("         ^ the first of them: look here, the others may follow from it")
+    if more := len(problems[PROBLEMS_SHOWN:]) + report.unnamed:
+        typer.echo(f"WRONG    {more:,} more problems (--json has the first {len(problems)})")
 
 
 def receipt_file(ledger: Path, data: Path) -> Path:
