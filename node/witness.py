@@ -46,6 +46,7 @@ ACCUSED_AT_ONCE = 8  # peers told in one round
 TRIES = 3  # to hand evidence to one peer
 MAX_TOLD = 4096  # peers remembered
 MAX_OPEN = 16  # heads that wait for a proof
+SAY_AGAIN_S = 3600.0  # that the disk refuses
 PATIENCE_S = 900.0  # without a proof, before a person is told
 
 FetchTiles = Callable[[Sequence[Tile]], Awaitable[dict[Tile, bytes] | None]]
@@ -60,6 +61,7 @@ class Witness:
     Attributes:
         last: the head that was kept last.
         cosigned_s: when a head was last cosigned, seconds since the Unix epoch; None: not by this process.
+        failed_at: when a person was last told that the disk refuses (trio's clock); None: never.
         evidence: the first proof that this log has two histories, as its file; None: there is none.
         alarm: what a person must know of this log, ``""`` if nothing.
 
@@ -77,6 +79,7 @@ class Witness:
         self._store = WitnessStore(folder)
         self.last = self._store.last(key)
         self.cosigned_s: int | None = None
+        self.failed_at: float | None = None
         self.evidence, conflict = self._store.conviction(key)
         self._conflict = conflict
         self._accusations = Accusations(key, believed=self.convicted)
@@ -370,6 +373,11 @@ async def _ask(ctx: Context, witness: Witness, peer_id: str) -> None:
         if line is not None:
             await hand_in(ctx.network, ctx.coordinator, line)
     except StorageError as error:
-        ctx.say(f"the ledger is not witnessed: {error}", logging.WARNING)
+        now = trio.current_time()
+        again = witness.failed_at is not None and now - witness.failed_at < SAY_AGAIN_S
+        log.debug("the ledger is not witnessed: %s", error)
+        if not again:  # a full disk stays full for a while, and peers are asked many times a minute
+            witness.failed_at = now
+            ctx.say(f"the ledger is not witnessed: {error}", logging.WARNING)
     except BarnraiseError as error:
         log.debug("nothing heard of the ledger from %s: %s", peer_id[-8:], printable(str(error)))

@@ -8,6 +8,7 @@ import pytest
 import trio
 from tlog_support import KEY, entries_of, head_of, log_of, tile_bytes
 
+from barnraise.node import witness as belt
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.witness import PATIENCE_S, FetchTiles, Witness, compare_receipts
 from barnraise.protocol.cosignature import node_cosignatures, witness_name
@@ -154,3 +155,21 @@ def test_two_receipts_for_one_entry_are_told_once(tmp_path: Path) -> None:
     (alarm,) = said
     assert "two receipts for entry 15" in alarm
     assert str(book.path) in alarm
+
+
+async def test_a_disk_that_stays_full_is_told_once_an_hour(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """Peers are asked many times a minute, and each answer meets the same disk."""
+
+    async def full(*what: object) -> None:
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr(belt, "fetch_files", full)
+    told: list[str] = []
+    ctx: Any = SimpleNamespace(network=None, coordinator="", say=lambda text, level: told.append(text))
+    one: Any = SimpleNamespace(failed_at=None)
+    for _ in range(int(2 * belt.SAY_AGAIN_S / 20) + 1):
+        await belt._ask(ctx, one, "peer")
+        await trio.sleep(20)
+    assert len(told) == 3  # at once, and after each hour
