@@ -347,3 +347,12 @@ def test_a_moment_is_the_next_of_its_time_of_day() -> None:
     assert parse_moment("23:30", now) - now == 5400
     assert parse_moment("07:30", now) - now == 9.5 * 3600
     assert parse_moment("22:00", now) - now == 24 * 3600
+
+
+@pytest.mark.parametrize(("most", "said"), [("1000000TB", True), ("100MB", False), ("none", False)])
+def test_more_disk_than_there_is_is_set_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, most: str, said: bool
+) -> None:
+    monkeypatch.setattr("barnraise.node.config.default_data_path", lambda: tmp_path / "node")
+    assert call("set", "--disk", most) == 0
+    assert ("is more than there is" in capsys.readouterr().err) is said

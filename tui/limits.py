@@ -25,8 +25,8 @@ from barnraise.tui.limit_words import (
     parse_yes,
     rows,
 )
-from barnraise.tui.limits_at_rest import limits_at_rest, resting
-from barnraise.tui.status import read_folder
+from barnraise.tui.limits_at_rest import limits_at_rest, resting, say_what_is_free
+from barnraise.tui.status import folder_or_default, read_folder
 from barnraise.tui.steer import parse_span
 
 app = typer.Typer(
@@ -168,6 +168,8 @@ def change(
         raise typer.BadParameter("nothing to change: see 'barnraise limits set --help' for what there is")
     added = [_parsed("--not-while", name, parse_program) for name in not_while or []]
     place = resting(folder, make=True)
+    if arguments.get("disk"):
+        say_what_is_free(place or folder_or_default(folder), arguments["disk"])
     limits = limits_at_rest(place) if place is not None else _limits(read_folder(folder))
     if not_while or allow_program:
         arguments["programs"] = _programs(limits.get("programs") or [], added, allow_program or [])
