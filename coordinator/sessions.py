@@ -197,6 +197,8 @@ class Sessions:
         check_joins(self._core, message.public_key)
         name = pseudonym(message.name, live.peer_id)
         node = self._core.state.nodes.get(message.public_key)
+        if node is not None and name == pseudonym("", live.peer_id):
+            name = node.name  # who names itself no more keeps the name that it has
         live.key, live.instance, live.name = message.public_key, message.instance, name
         live.engine, live.addresses = printable(message.engine, 64), message.addresses
         previous = self._hub.join(live)

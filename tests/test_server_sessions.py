@@ -154,3 +154,14 @@ async def test_a_node_cannot_fill_the_ledger_by_renaming_itself(
         await ann.join(name="ann again")
         assert coordinator.state()["ledger_size"] == size + 1
         assert coordinator.state()["nodes"][0]["name"] == "ann again"
+
+
+async def test_who_comes_back_without_a_name_keeps_the_one_it_had(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    async with stage(tmp_path) as (_, coordinator, ann):
+        await ann.join(name="ann")
+        before = coordinator.state()["nodes"][0]["name"]
+        await trio.sleep(601)
+        await ann.join(name=f"node-{ann.identity.peer_id[-6:]}")
+        assert coordinator.state()["nodes"][0]["name"] == before
