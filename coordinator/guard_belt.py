@@ -12,7 +12,7 @@ import trio
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Event, VersionPublished
-from barnraise.coordinator.guards import Finding, GuardLimits, Seen, look
+from barnraise.coordinator.guards import OF_THE_MOMENT, Finding, GuardLimits, Seen, look
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Write
 from barnraise.coordinator.operator_events import AlarmCleared, AlarmRaised, RunPaused
@@ -33,6 +33,7 @@ class GuardBelt:
     limits: GuardLimits = field(default_factory=GuardLimits)
     _published: trio.Event = field(default_factory=trio.Event)
     _live: deque[tuple[float, int]] = field(default_factory=deque)  # when, so many nodes: falling counts
+    _found_at: dict[str, int] = field(default_factory=dict)  # kind -> head when it was found last
 
     async def run(self) -> None:
         """Look for ever."""
@@ -61,7 +62,8 @@ class GuardBelt:
         left_out = sum(state.operations.is_given_up(info.version) for info in state.versions)
         seen = state.versions[-most - left_out :]
         found = look(seen, self._seen(), self.limits, state.operations.is_given_up)
-        events = decide(found, dict(state.operations.alarms), self.core, self.limits.pause)
+        over = ended(set(state.operations.alarms), found, state.head, self._found_at, self.limits.recent)
+        events = decide(found, over, self.core, self.limits.pause)
         for event in events:
             if isinstance(event, AlarmRaised):
                 log.error("ALARM %s: %s", event.kind, event.text)
@@ -96,12 +98,28 @@ def _finite(value: float) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, value))
 
 
-def decide(found: list[Finding], alarms: dict[str, AlarmRaised], core: Core, may_pause: bool) -> list[Event]:
-    """What to record: alarms that are new, those that are over, and a pause for a grave one.
+def ended(
+    alarms: set[str], found: list[Finding], head: int, found_at: dict[str, int], recent: int
+) -> list[str]:
+    """Which alarms are over; ``found_at`` is brought up to date.
+
+    What versions' numbers say must stay away for ``recent`` versions: a number about its limit would
+    else raise an alarm with every other version, and a grave one pause again whoever resumed.
+    """
+    for finding in found:
+        found_at[finding.kind] = head
+    gone = alarms - {finding.kind for finding in found}
+    return sorted(
+        kind for kind in gone if kind in OF_THE_MOMENT or head - found_at.setdefault(kind, head) >= recent
+    )
+
+
+def decide(found: list[Finding], over: list[str], core: Core, may_pause: bool) -> list[Event]:
+    """What to record: alarms that are new, those that are ``over``, and a pause for a grave one.
 
     An alarm that is in force already pauses nothing again: whoever resumed the run knew of it.
     """
-    now, version = core.now_ms(), max(0, core.state.head)
+    now, version, alarms = core.now_ms(), max(0, core.state.head), core.state.operations.alarms
     events: list[Event] = []
     for finding in found:
         if finding.kind in alarms:
@@ -118,6 +136,4 @@ def decide(found: list[Finding], alarms: dict[str, AlarmRaised], core: Core, may
         free = core.state.operations.paused is None and not any(isinstance(e, RunPaused) for e in events)
         if finding.grave and may_pause and free:
             events.append(RunPaused(by="guard", reason=f"{finding.kind}: {finding.text}"[:500], at_ms=now))
-    kinds = {finding.kind for finding in found}
-    events += [AlarmCleared(kind=kind, at_ms=now) for kind in alarms if kind not in kinds]
-    return events
+    return events + [AlarmCleared(kind=kind, at_ms=now) for kind in over]

@@ -103,6 +103,9 @@ GRAVE = frozenset(
 )
 """Those that may pause the run."""
 
+OF_THE_MOMENT = frozenset(("verifier-backlog", "volunteers-lost", "stall", "clock-back"))
+"""Those that are about now, not about the newest versions."""
+
 THRESHOLDS: dict[str, tuple[str, ...]] = {
     "reward-collapse": ("reward_share", "recent", "past"),
     "held-out-collapse": ("accuracy_share",),

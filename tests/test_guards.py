@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barnraise.coordinator.guards import GUARDS, GuardLimits, Seen, look
+from barnraise.coordinator.guard_belt import ended
+from barnraise.coordinator.guards import GRAVE, GUARDS, OF_THE_MOMENT, Finding, GuardLimits, Seen, look
 from barnraise.coordinator.state_parts import VersionInfo
 from barnraise.coordinator.workers import TrainStats
 
@@ -146,6 +147,20 @@ def test_statistics_that_are_no_numbers_are_one_grave_finding_and_enter_no_compa
     found = look(versions, CALM, LIMITS)
     assert [(finding.kind, finding.value, finding.grave) for finding in found] == [("no-numbers", 21.0, True)]
     assert look([*versions, version(22)], CALM, LIMITS) == []
+
+
+def test_a_number_about_its_limit_is_one_alarm_that_ends_when_it_stays_away():
+    kl, backlog = (Finding(kind, 1.0, 0.5, "x") for kind in ("kl", "verifier-backlog"))
+    found_at = {}
+    for head in range(1, 20, 2):  # above and below in turn
+        assert ended({"kl"}, [kl], head, found_at, 3) == []
+        assert ended({"kl"}, [], head + 1, found_at, 3) == []
+    assert ended({"kl"}, [], 21, found_at, 3) == []
+    assert ended({"kl", "verifier-backlog"}, [], 21, found_at, 3) == ["verifier-backlog"]
+    assert ended({"kl"}, [backlog], 22, found_at, 3) == ["kl"]
+    assert ended({"kl"}, [], 30, {}, 3) == []  # after a restart it counts from there
+    assert set(GUARDS) > OF_THE_MOMENT
+    assert not OF_THE_MOMENT & GRAVE
 
 
 ANY = st.floats() | st.sampled_from([0.0, 1.0, 1e308, -1e308, 5e-324])
