@@ -55,6 +55,7 @@ class _Connection:
             self.broken = reason
             for pipe in self.pipes:
                 pipe.wake()
+            self.pipes = []  # through them a stream that somebody forgot keeps whole hosts in memory
 
 
 class _Pipe:
@@ -556,6 +557,7 @@ class MemorySwarm:
             there = self._hosts.get(other)
             if there is not None and there._connections.get(peer_id) is connection:
                 del there._connections[peer_id]
+        host._connections.clear()
         host._nursery.cancel_scope.cancel()
 
     def _find(self, address: str) -> MemoryNetwork | None:
