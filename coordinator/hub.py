@@ -152,7 +152,7 @@ class Hub:
         )
         new.session.push(
             NoticePush(
-                code="duplicate-key",
+                code="duplicate-key-kept",  # else it would stay away, too, if we end soon after
                 message="another live node used this very key until now; its session was ended. "
                 "If you did not restart it yourself, give each machine a key of its own",
             )

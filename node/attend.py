@@ -84,7 +84,8 @@ async def attend(ctx: Context, attempt: int) -> None:
         _lost(ctx, what, reason)
     _go_on_alone(ctx)
     told = ctx.facts.duplicate_key_at
-    replaced = told is not None and trio.current_time() - told < REPLACED_WITHIN_S and ctx.state.link == "up"
+    just_told = told is not None and trio.current_time() - told < REPLACED_WITHIN_S
+    replaced = just_told and not ctx.facts.key_kept and ctx.state.link == "up"
     if replaced:
         reason = "another machine uses this key: give each one its own (--key FILE)"
     ctx.feed(LinkLost(reason, ctx.jitter(), replaced))
@@ -318,8 +319,9 @@ def _pushed(ctx: Context, message: Message) -> None:
             for signed in amendments:
                 _amended(ctx, signed)
         case NoticePush(code=code, message=text):
-            if code == "duplicate-key":
+            if code in ("duplicate-key", "duplicate-key-kept"):
                 ctx.facts.duplicate_key_at = trio.current_time()
+                ctx.facts.key_kept = code == "duplicate-key-kept"
             level = logging.INFO if code == "run-complete" else logging.WARNING
             ctx.say(f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", level)
 

@@ -172,6 +172,7 @@ class Facts:
     started_ms: int = 0
     consent: dict[str, Any] | None = None  # see barnraise.node.consent
     duplicate_key_at: float | None = None  # monotonic: when the coordinator last told us (R9)
+    key_kept: bool = False  # then it was this process that took over, perhaps from its own last life
     witness: dict[str, Any] | None = None  # see barnraise.node.witness.fields
     notices: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
 

@@ -58,6 +58,23 @@ async def test_a_node_whose_key_another_machine_took_stays_away_instead_of_fight
         assert tree["duplicate_key"]
 
 
+async def test_a_node_that_took_over_its_key_comes_straight_back_when_the_coordinator_is_gone_a_moment_later(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Restarted after a crash of which the coordinator had not heard yet; then that crashes, too."""
+    swarm, boss = MemorySwarm(), Coordinator(tmp_path / "boss")
+    boss.publish()
+    async with boss.up(swarm) as address, node(swarm, tmp_path, address) as it:
+        await it.until(lambda tree: tree["accepted"] == 1)
+        boss.push(NoticePush(code="duplicate-key-kept", message="its session was ended"))
+        await it.until(lambda tree: tree["duplicate_key"])
+        for session in list(boss.sessions):
+            session.close("killed")
+        await it.until(lambda tree: not tree["connected"])
+        await it.until(lambda tree: tree["connected"], 10.0)
+        assert len(boss.joins) == 2
+
+
 async def test_a_version_refusal_ends_with_the_cure_and_its_exit_code(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ async def test_two_live_nodes_with_one_key_are_both_told_and_the_newer_one_stays
             with trio.fail_after(10):
                 reason = await ann.session.wait_ended()
             assert [push.code for push in ann.received(NoticePush)] == ["duplicate-key"]
-            assert [push.code for push in twin.received(NoticePush)] == ["duplicate-key"]
+            assert [push.code for push in twin.received(NoticePush)] == ["duplicate-key-kept"]
             assert reason
             await twin.submit(twin.signed_work(await twin.lease()))
 
