@@ -558,6 +558,7 @@ class MemorySwarm:
             if there is not None and there._connections.get(peer_id) is connection:
                 del there._connections[peer_id]
         host._connections.clear()
+        host._handlers.clear()
         host._nursery.cancel_scope.cancel()
 
     def _find(self, address: str) -> MemoryNetwork | None:
