@@ -13,6 +13,10 @@ connection of its own.
 every page asked for; ``idle``: these figures without load. ``units_per_s``: what the core really took
 meanwhile. ``index_entries_per_s`` and ``index_bytes_per_entry``: making ``RUN/web.sqlite``.
 ``longest_pause_ms``: how long the event loop stood still at most.
+
+``backup_s``, ``restore_s``, ``rollback_s`` and what belongs to them are of a run of that size with its
+journal, receipts and checkpoints, made anew
+(``benchmarks.operator_keeping``); ``--only`` leaves one half out.
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from coordinator_support import make_run, opened
+
+from benchmarks.operator_keeping import measure as keeping
 
 GOOD = Verdict(accepted=True, check="all", threshold=0.0, value=0.0, position="", message="")
 BAD = Verdict(accepted=False, check="toploc", threshold=3.0, value=9.0, position="rollout 1", message="")
@@ -371,6 +377,21 @@ def percentile(found: list[float], share: float = 0.99) -> float:
     return sorted(found)[min(len(found) - 1, int(share * len(found)))]
 
 
+def pages(scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the web page."""
+    with opened(make_run(scratch, versions=VERSIONS)) as run:
+        began = time.perf_counter()
+        log, indexing = publish(run, args.nodes, args.entries, time.time_ns() // 1_000_000)
+        made = time.perf_counter() - began
+        index_bytes = (run.path / INDEX_FILE).stat().st_size
+        found = trio.run(measured, run, log, args)
+    return found | {
+        "index_entries_per_s": args.entries / indexing,
+        "index_bytes_per_entry": index_bytes / args.entries,
+        "made_in_s": made,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -382,24 +403,20 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=400, help="for the overview and the metrics, each time"
     )
+    parser.add_argument("--model-mb", type=float, default=100.0, help="weights, for backup and rollback")
+    parser.add_argument("--only", choices=["pages", "keeping"], help="half of it")
     parser.add_argument("--client", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
         client(args.client[0], args.client[1:], args.requests)
         return
+    found: dict[str, Any] = {"nodes": args.nodes, "entries": args.entries}
     with tempfile.TemporaryDirectory(prefix="barnraise-operator-") as scratch:
-        with opened(make_run(Path(scratch), versions=VERSIONS)) as run:
-            began = time.perf_counter()
-            log, indexing = publish(run, args.nodes, args.entries, time.time_ns() // 1_000_000)
-            made = time.perf_counter() - began
-            index_bytes = (run.path / INDEX_FILE).stat().st_size
-            found = trio.run(measured, run, log, args)
+        if args.only != "keeping":
+            found |= pages(Path(scratch), args)
+        if args.only != "pages":
+            found |= keeping(Path(scratch), args.nodes, args.entries, args.model_mb, key_of, Nobody)
     found |= {
-        "nodes": args.nodes,
-        "entries": args.entries,
-        "index_entries_per_s": args.entries / indexing,
-        "index_bytes_per_entry": index_bytes / args.entries,
-        "made_in_s": made,
         "conditions": {
             "cpus": os.cpu_count(),
             "load": os.getloadavg()[0],

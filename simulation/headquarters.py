@@ -18,6 +18,7 @@ from barnraise.coordinator.folder import Run, Settings, create_run, open_run
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.presets import demo
+from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.server import run_coordinator
 from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
 from barnraise.protocol.hello import Floor
@@ -32,6 +33,7 @@ from barnraise.simulation.traits import identity_of
 from barnraise.simulation.workers import StandInLearner, StandInVerifier
 
 _ALL_PAGES = 2**32 - 2  # SQLite's own limit
+KEEP = Keep()  # what stays on the coordinator's disk
 _NUMBER = 1_000_000  # in the coordinator's address, whichever life it is in
 
 
@@ -157,6 +159,7 @@ class Headquarters:
                         control=False,
                         shard_size=self._scenario.swarm.shard_bytes,
                         pressure=Pressure(),
+                        keep=KEEP,
                         hello=self.hello,
                         floor=self.floor,
                         task_status=_Opened(self, task_status),
