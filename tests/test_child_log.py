@@ -28,7 +28,6 @@ class Say(msgspec.Struct):
     length: int
 
 
-
 def test_a_file_that_a_child_holds_open_is_emptied_in_place_and_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     bound_log(path, 10)  # none yet
