@@ -254,7 +254,9 @@ async def test_a_difference_that_is_gone_or_damaged_is_left_out_and_a_block_with
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lease(block: int, slot: int) -> Any:
-        return SimpleNamespace(lease=SimpleNamespace(block=block, slot=slot))
+        return SimpleNamespace(
+            lease=SimpleNamespace(block=block, slot=slot, lease_id=bytes([block, slot]) * 8)
+        )
 
     places = [(0, 0), (0, 1), (1, 0)]
     keys = [bytes([block, slot]) * 16 for block, slot in places]
