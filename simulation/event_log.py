@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,22 @@ def read_log(path: Path) -> Iterator[Event]:
         for line in file:
             event: Event = json.loads(line)
             yield event
+
+
+class Said(logging.Handler):
+    """Writes what the daemons log down as events ``line``.
+
+    ``speaker``: whose line it is that is logged just now. ``aliases``: words for what differs from
+    run to run, such as folders, which the log must not.
+    """
+
+    def __init__(self, log: EventLog, speaker: Callable[[], str], aliases: dict[str, str]) -> None:
+        super().__init__()
+        self._log, self._speaker, self._aliases = log, speaker, aliases
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler``."""
+        text = record.getMessage()
+        for found, alias in self._aliases.items():
+            text = text.replace(found, alias)
+        self._log.note("line", node=self._speaker(), level=record.levelname.lower(), text=text)

@@ -30,10 +30,10 @@ from barnraise.protocol.ledger_entries import Restored as RestoredEntry
 from barnraise.protocol.manifest import version_name
 from barnraise.protocol.messages import Manifest, Receipt, Signed
 from barnraise.simulation.invariant_record import Broken, Record
+from barnraise.simulation.lives import Node
 
 if TYPE_CHECKING:
     from barnraise.node.context import Context
-    from barnraise.simulation.world import Node
 
 _JUDGING = (JudgedEntry, Reviewed, ClawedBack, RestoredEntry)
 

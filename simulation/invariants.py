@@ -66,9 +66,10 @@ from barnraise.simulation.invariant_nodes import (
 )
 from barnraise.simulation.invariant_record import Broken, Record, check_log
 from barnraise.simulation.invariant_steps import Steps
+from barnraise.simulation.lives import Node
 
 if TYPE_CHECKING:
-    from barnraise.simulation.world import Node, World
+    from barnraise.simulation.world import World
 
 __all__ = ["Broken", "Invariants"]
 
@@ -104,7 +105,7 @@ class Invariants:
         self._steps = Steps(self._tell)
         trio.lowlevel.add_instrument(self._steps)
         world.coordinator.opened.append(self._opened)
-        world.started.append(self._started)
+        world.lives.started.append(self._started)
         if world.core is not None:
             self._opened(world.core)
         for node in world.live:

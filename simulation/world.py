@@ -16,7 +16,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,74 +27,22 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.hub import Hub
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import Engine
 from barnraise.protocol.hello import Floor
-from barnraise.protocol.identity import Identity
-from barnraise.protocol.memory_network import DEAD_AFTER_S, MemoryNetwork, MemorySwarm
+from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Hello
 from barnraise.simulation import full_disk
-from barnraise.simulation.bulk import BULK, SMALLEST, BulkNetwork
+from barnraise.simulation.bulk import BULK, SMALLEST
 from barnraise.simulation.cheats import make_engine
 from barnraise.simulation.churn import UPGRADE_S
-from barnraise.simulation.determinism import drawn, virtual_ms
-from barnraise.simulation.event_log import EventLog
-from barnraise.simulation.freeze import Freezer
+from barnraise.simulation.event_log import EventLog, Said
 from barnraise.simulation.headquarters import Headquarters
+from barnraise.simulation.lives import Lives, Node
 from barnraise.simulation.noting import Noting
 from barnraise.simulation.scenario import Scenario
-from barnraise.simulation.traits import Traits, draw_traits, identity_of, usable_rate
-from barnraise.simulation.watched import WatchedEngine
+from barnraise.simulation.traits import draw_traits, identity_of
 
 LEAVE_S = 120.0  # a goodbye that takes longer becomes a crash
-RESET_LOSS_S = 20.0  # over the loss: how often a line's connections break; 1 %: every 2000 s
-
-
-@dataclass(eq=False)
-class Node:
-    """One volunteer, through all of its lives.
-
-    Attributes:
-        live: whether its daemon runs (it may be frozen, or cut off).
-        lives: how often it was started.
-        code: how the last daemon ended by itself; None while it runs, or after a crash.
-    """
-
-    name: str
-    identity: Identity
-    traits: Traits
-    config: NodeConfig
-    make: Callable[[random.Random], Engine]
-    skew_s: float
-    lives: int = 0
-    code: int | None = None
-    handle: NodeHandle | None = None
-    network: MemoryNetwork | None = None
-    wire: BulkNetwork | None = None
-    engine: WatchedEngine | None = None
-    scope: trio.CancelScope | None = None
-    task: trio.lowlevel.Task | None = None
-    gone: bool = False  # crashed; what is left of it ends in a moment
-    ended: trio.Event = field(default_factory=trio.Event)
-
-    @property
-    def live(self) -> bool:
-        return self.scope is not None and not self.gone and not self.ended.is_set()
-
-    @property
-    def peer_id(self) -> str:
-        return self.identity.peer_id
-
-    @property
-    def key(self) -> bytes:
-        return self.identity.public_key
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        """The node's state tree. Raises LookupError while it is down."""
-        if self.handle is None:
-            raise LookupError(f"{self.name} is not running")
-        return self.handle.get_state()
 
 
 class World:
@@ -102,10 +50,9 @@ class World:
 
     Attributes:
         nodes: everybody who ever joined, by name.
-        memory: the network between them.
+        memory: the network between them. ``lives``: their daemons (``Lives``).
         coordinator: the operator's side: ``core``, ``hub``, ``jobs`` of the learner (``Headquarters``).
         deaths: daemons and coordinators that ended by an exception, which is always a defect.
-        started: called with each node whose daemon has just begun, at each of its lives.
     """
 
     def __init__(
@@ -114,7 +61,6 @@ class World:
         self.scenario, self.seed, self.folder, self.log = scenario, seed, folder, log
         self.nodes: dict[str, Node] = {}
         self.deaths: list[str] = []
-        self.started: list[Callable[[Node], None]] = []
         self.last_error: Exception | None = None
         swarm = scenario.swarm
         factor = swarm.stands_for_bytes / swarm.model_bytes if swarm.stands_for_bytes else 1.0
@@ -122,8 +68,7 @@ class World:
             latency_s=swarm.latency_ms / 1000,
             weigh=lambda protocol, size: size * factor if protocol in BULK and size >= SMALLEST else size,
         )
-        self.freezer = Freezer()
-        self._nursery = nursery
+        self.lives = Lives(seed, self.memory, log, nursery, self._died)
         self._closing: list[Callable[[], None]] = []
         self._names: dict[bytes, str] = {}
         noting = Noting(log, lambda key: self._names.get(key, key.hex()[:8]))
@@ -163,7 +108,7 @@ class World:
 
     def listen_to_nodes(self) -> None:
         """From now on, what every node and the coordinator say goes into the event log, too."""
-        handler = _Lines(self)
+        handler = Said(self.log, self._speaker, {str(self.folder): "FOLDER"})
         logger = logging.getLogger("barnraise")
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
@@ -178,12 +123,19 @@ class World:
             task = None if task.parent_nursery is None else task.parent_nursery.parent_task
         return "coordinator"
 
+    def _died(self, who: str, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        self.deaths.append(f"{who}: {type(error).__name__}: {error}")
+        self.last_error = error
+        self.log.note("died", node=who, error=type(error).__name__)
+
     def close(self) -> None:
         """Give back what this world had of the process: full disks, frozen tasks, the logger."""
         for node in self.nodes.values():
             full_disk.clear(node.config.data)
             if node.task is not None:
-                self.freezer.thaw(node.task)
+                self.lives.freezer.thaw(node.task)
         full_disk.clear(self.coordinator.folder)
         for close in self._closing:
             close()
@@ -191,7 +143,7 @@ class World:
     def reachable(self, name: str) -> bool:
         """Whether a node runs, is awake, is where the coordinator is, and both have room on their disks."""
         node = self.nodes[name]
-        frozen = node.task is not None and self.freezer.frozen(node.task)
+        frozen = node.task is not None and self.lives.freezer.frozen(node.task)
         there = self.coordinator.identity.peer_id not in self.memory._islands
         return (
             node.live
@@ -255,7 +207,7 @@ class World:
         node = Node(name, identity_of(self.seed, name), its, config, make, its.skew_s)
         self.nodes[name] = node
         self._names[node.key] = name
-        await self._start(node)
+        await self.lives.begin(node)
         return node
 
     async def rejoin(self, name: str) -> Node:
@@ -264,89 +216,10 @@ class World:
         if node.live:
             raise ValueError(f"{name} is running")
         if not node.ended.is_set():  # of a power cut others may not have heard yet
-            self._kill(node)
+            self.lives.kill(node)
             await node.ended.wait()
-        await self._start(node)
+        await self.lives.begin(node)
         return node
-
-    async def _start(self, node: Node) -> None:
-        node.lives += 1
-        node.code, node.ended, node.scope, node.gone = None, trio.Event(), trio.CancelScope(), False
-        its = node.traits
-        self.log.note(
-            "join",
-            node=node.name,
-            life=node.lives,
-            cheat=its.cheat or None,
-            nat=None if its.dialable else True,
-            corrupt=its.corrupt or None,
-        )
-        await self._nursery.start(self._live, node, node.scope, node.ended)
-
-    async def _live(
-        self,
-        node: Node,
-        scope: trio.CancelScope,
-        ended: trio.Event,
-        task_status: Any = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        rng = drawn(self.seed, f"life {node.lives}", node.name)
-        line = node.traits.line
-        options: dict[str, Any] = {"dialable": node.traits.dialable}
-        if line is not None:
-            options |= {
-                "latency_s": line.latency_ms / 1000,
-                "bandwidth": usable_rate(line.down_mbit, line),
-                "upload": usable_rate(line.up_mbit, line),
-            }
-        node.task = trio.lowlevel.current_task()
-        node.engine = WatchedEngine(node.make(rng), node.name, self.log)
-        begun = _Begun(node, task_status, self.started)
-        code: int | None = None
-        try:
-            with scope:
-                async with (
-                    self.memory.network(node.peer_id, **options) as network,
-                    trio.open_nursery() as side,
-                ):
-                    node.network, before = network, 0 if node.wire is None else node.wire.sent
-                    wire = node.wire = BulkNetwork(network, corrupt=node.traits.corrupt)
-                    wire.sent = before
-                    if line is not None and line.loss > 0:
-                        side.start_soon(
-                            self._lose, node.peer_id, drawn(self.seed, "loss", node.name), line.loss
-                        )
-                    code = await run_node(
-                        node.config,
-                        wire,
-                        node.engine,
-                        node.identity,
-                        lambda: virtual_ms() + round(node.skew_s * 1000),
-                        rng,
-                        task_status=begun,
-                    )
-                    side.cancel_scope.cancel()
-        except Exception as error:
-            self._died(node.name, error)
-        finally:
-            node.code, node.handle = code, None
-            begun.at_last()
-            ended.set()
-        if code is not None:
-            self.log.note("end", node=node.name, code=code)
-
-    async def _lose(self, peer_id: str, rng: random.Random, loss: float) -> None:
-        """Loss beyond what retransmission hides: now and then the connections are gone."""
-        while True:
-            await trio.sleep(rng.expovariate(loss / RESET_LOSS_S))
-            self.memory.drop(peer_id)
-
-    def _died(self, who: str, error: Exception) -> None:
-        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        self.deaths.append(f"{who}: {type(error).__name__}: {error}")
-        self.last_error = error
-        self.log.note("died", node=who, error=type(error).__name__)
 
     def crash(self, name: str, *, silent: bool = False) -> None:
         """Kill a node without a goodbye; its folder stays as it is.
@@ -358,22 +231,9 @@ class World:
         self.log.note("crash", node=name, silent=silent or None)
         node.gone = True
         if silent:
-            self._still(node)
-            self._nursery.start_soon(self._bury, node, node.ended)
+            self.lives.cut(node)
         else:
-            self._kill(node)
-
-    def _kill(self, node: Node) -> None:
-        self.memory.crash(node.peer_id)
-        assert node.scope is not None
-        node.scope.cancel()
-        self._move_on(node)
-
-    async def _bury(self, node: Node, ended: trio.Event) -> None:
-        with trio.move_on_after(DEAD_AFTER_S + 1):
-            await ended.wait()
-        if not ended.is_set():
-            self._kill(node)
+            self.lives.kill(node)
 
     async def leave(self, name: str) -> None:
         """Have a node say goodbye and end; returns when it has. One that hangs is killed after 2 min."""
@@ -386,7 +246,7 @@ class World:
         if not node.ended.is_set():
             self.log.note("hangs", node=name)
             node.gone = True
-            self._kill(node)
+            self.lives.kill(node)
             await node.ended.wait()
 
     def _running(self, name: str) -> Node:
@@ -424,7 +284,7 @@ class World:
         self.log.note(what, nodes=names)
         for name in names:
             node = self.nodes[name]
-            if not self.freezer.frozen(node.task):
+            if not self.lives.freezer.frozen(node.task):
                 self.memory.move(node.peer_id, f"alone {name}" if island is None else island)
 
     # --- the machine
@@ -433,24 +293,14 @@ class World:
         """Close a laptop's lid: nothing of the node runs, nobody hears of it."""
         node = self._running(name)
         self.log.note("freeze", node=name)
-        self._still(node)
+        self.lives.still(node)
 
     def thaw(self, name: str) -> None:
         """Open the lid. Nothing happens if the node is not frozen."""
         node = self.nodes[name]
-        if self.freezer.frozen(node.task):
+        if self.lives.freezer.frozen(node.task):
             self.log.note("thaw", node=name)
-            self._move_on(node)
-
-    def _still(self, node: Node) -> None:
-        self.memory.move(node.peer_id, f"asleep {node.name}")
-        assert node.task is not None
-        self.freezer.freeze(node.task)
-
-    def _move_on(self, node: Node) -> None:
-        self.memory.move(node.peer_id)
-        assert node.task is not None
-        self.freezer.thaw(node.task)
+            self.lives.move_on(node)
 
     def skew(self, name: str, seconds: float) -> None:
         """Set a node's wall clock so far ahead of the coordinator's."""
@@ -508,36 +358,6 @@ def speaks(version: str) -> Hello:
     """The hello of a release whose protocol version is ``version``, as "1.1"."""
     major, minor = (int(part) for part in version.split("."))
     return Hello(major=major, minor=minor, software=f"barnraise of {version}")
-
-
-class _Lines(logging.Handler):
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # Folders differ from run to run, and the log must not.
-        text = record.getMessage().replace(str(self._world.folder), "FOLDER")
-        self._world.log.note("line", node=self._world._speaker(), level=record.levelname.lower(), text=text)
-
-
-class _Begun:
-    """trio's task status for ``run_node``: keeps the handle, and answers once in any case."""
-
-    def __init__(self, node: Node, task_status: Any, tell: list[Callable[[Node], None]]) -> None:
-        self._node, self._task_status, self._tell = node, task_status, tell
-        self._open = True
-
-    def started(self, value: NodeHandle, /) -> None:
-        self._node.handle = value
-        for tell in self._tell:
-            tell(self._node)
-        self.at_last()
-
-    def at_last(self) -> None:
-        if self._open:
-            self._open = False
-            self._task_status.started()
 
 
 @asynccontextmanager
