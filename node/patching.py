@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from barnraise.protocol.errors import StorageError
-from barnraise.protocol.manifest import entry_shards, version_name
+from barnraise.protocol.manifest import entry_shards
 from barnraise.protocol.messages import FileEntry, Manifest, PatchEntry
+from barnraise.protocol.version_folder import version_name
 
 PATCHES = ".patches"
 _WEIGHTS = ".safetensors"

@@ -42,20 +42,17 @@ from barnraise.node.weights import Fetcher
 from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.protocol.manifest import (
-    assemble,
     check_manifest,
     entry_shards,
-    folder_matches,
     manifest_bytes,
     manifest_shards,
     patch_shards,
-    remove_parts,
-    version_name,
 )
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.shards import off_loop
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.version_folder import assemble, folder_matches, remove_parts, version_name
 from barnraise.protocol.wire import decode, encode
 
 log = logging.getLogger(__name__)

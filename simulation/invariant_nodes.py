@@ -27,8 +27,8 @@ from barnraise.protocol.ledger import decode_entry, receipt_differs
 from barnraise.protocol.ledger_entries import ClawedBack, Reviewed
 from barnraise.protocol.ledger_entries import Judged as JudgedEntry
 from barnraise.protocol.ledger_entries import Restored as RestoredEntry
-from barnraise.protocol.manifest import version_name
 from barnraise.protocol.messages import Manifest, Receipt, Signed
+from barnraise.protocol.version_folder import version_name
 from barnraise.simulation.invariant_record import Broken, Record
 from barnraise.simulation.lives import Node
 

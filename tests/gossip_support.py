@@ -23,7 +23,7 @@ from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.gossip import Gossiper
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.manifest import build_manifest, check_manifest, folder_matches
+from barnraise.protocol.manifest import build_manifest, check_manifest
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, Signed
 from barnraise.protocol.network import Network
@@ -33,6 +33,7 @@ from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
+from barnraise.protocol.version_folder import folder_matches
 from barnraise.protocol.views import ViewConfig
 
 OPERATOR = Identity.from_private_bytes(b"o" * 32)

@@ -18,21 +18,19 @@ from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import DamagedVersionError, MalformedError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.manifest import (
-    assemble,
     build_manifest,
     check_manifest,
     check_shard,
     fitting_shard_size,
-    folder_matches,
     largest_version,
     manifest_bytes,
     manifest_shards,
-    remove_parts,
 )
 from barnraise.protocol.messages import FileEntry, Manifest
 from barnraise.protocol.spec import (
     RunSpec,
 )
+from barnraise.protocol.version_folder import assemble, folder_matches, remove_parts
 
 OPERATOR = Identity.generate()
 RUN = b"r" * 32

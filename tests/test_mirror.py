@@ -24,11 +24,12 @@ from barnraise.node.webseed import WebSeed
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.envelope import open_signed, sign
 from barnraise.protocol.errors import MalformedError, PeerError, RunFolderError
-from barnraise.protocol.manifest import check_manifest, folder_matches, manifest_bytes, manifest_shards
+from barnraise.protocol.manifest import check_manifest, manifest_bytes, manifest_shards
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.mirrors import shard_path
 from barnraise.protocol.paced_network import PacedNetwork
+from barnraise.protocol.version_folder import folder_matches
 from tests.test_weights import OPERATOR, RUN, SPEC, Party, manifest_of, publish
 from tests.test_weights import Swarm as Space
 

@@ -28,18 +28,13 @@ from barnraise.node.weights import Source, SwarmFetcher
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.manifest import (
-    check_manifest,
-    folder_matches,
-    manifest_bytes,
-    manifest_shards,
-    patch_shards,
-)
+from barnraise.protocol.manifest import check_manifest, manifest_bytes, manifest_shards, patch_shards
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, PatchEntry, Signed
 from barnraise.protocol.network import Network
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.version_folder import folder_matches
 
 OPERATOR = Identity.from_private_bytes(b"p" * 32)
 RUN = b"r" * 32

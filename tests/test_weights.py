@@ -23,13 +23,14 @@ from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, SignatureError, StorageError
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.manifest import build_manifest, folder_matches, manifest_bytes
+from barnraise.protocol.manifest import build_manifest, manifest_bytes
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL, Manifest, ShardReply, ShardRequest, Signed
 from barnraise.protocol.network import Network, Stream
 from barnraise.protocol.paced_network import PacedNetwork
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.store import DiskStore
+from barnraise.protocol.version_folder import folder_matches
 from barnraise.protocol.wire import MessageReader, frame
 
 OPERATOR = Identity.generate()

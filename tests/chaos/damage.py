@@ -10,8 +10,9 @@ from random import Random
 
 from swarm_support import ROLLOUT
 
-from barnraise.protocol.manifest import WEIGHTS_FILE, check_shard, folder_matches
+from barnraise.protocol.manifest import WEIGHTS_FILE, check_shard
 from barnraise.protocol.messages import Manifest, Signed
+from barnraise.protocol.version_folder import folder_matches
 from barnraise.protocol.wire import decode
 
 MAX_LAG = ROLLOUT["max_lag"]
