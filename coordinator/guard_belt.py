@@ -58,10 +58,7 @@ class GuardBelt:
             StorageError: the disk refused.
         """
         state = self.core.state
-        most = self.limits.recent + self.limits.past
-        left_out = sum(state.operations.is_given_up(info.version) for info in state.versions)
-        seen = state.versions[-most - left_out :]
-        found = look(seen, self._seen(), self.limits, state.operations.is_given_up)
+        found = look(state.versions, self._seen(), self.limits, state.operations.is_given_up)
         over = ended(set(state.operations.alarms), found, state.head, self._found_at, self.limits.recent)
         events = decide(found, over, self.core, self.limits.pause)
         for event in events:

@@ -5,7 +5,8 @@ every version records: rewards fall, entropy vanishes or explodes, gradients gro
 the policy runs away from what generated its data (INTELLECT-2, section 4, saw
 gradient norms and entropy rise before a collapse). A guard compares the newest
 versions with the run's own past, so that one set of limits fits many runs. All
-limits are in ``GuardLimits``; none of them is about a single version.
+limits are in ``GuardLimits``; none of them is about a single version or evaluation:
+medians of ``recent`` ones are compared, so that most of them must agree.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class GuardLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Attributes:
         pause: whether guards of the grave kinds may pause the run by themselves.
-        recent, past: versions.
+        recent, past: versions; of the held-out accuracy, evaluations.
         reward_share: alarm where the median reward falls below this share of the past's best level.
-        accuracy_share: the same for the held-out accuracy's newest value against its best.
+        accuracy_share: the same for the held-out accuracy.
         entropy_low, entropy_high: alarm where entropy leaves this range, as shares of the past's median.
         gradient_times: alarm where the median gradient norm exceeds the past's so many times.
-        clip_share: mean share of tokens whose ratio was clipped.
-        kl: nats per token from the policy that generated to the new one, mean.
+        clip_share: share of tokens whose ratio was clipped.
+        kl: nats per token from the policy that generated to the new one.
         usable_share: least share of groups with a non-zero advantage.
         stale_share: mean lag as a share of ``max_lag``.
         backlog_s: age of the oldest submission that waits for its verdict, seconds.
@@ -108,7 +109,7 @@ OF_THE_MOMENT = frozenset(("verifier-backlog", "volunteers-lost", "stall", "cloc
 
 THRESHOLDS: dict[str, tuple[str, ...]] = {
     "reward-collapse": ("reward_share", "recent", "past"),
-    "held-out-collapse": ("accuracy_share",),
+    "held-out-collapse": ("accuracy_share", "recent", "past"),
     "entropy-explosion": ("entropy_high", "recent", "past"),
     "entropy-collapse": ("entropy_low", "recent", "past"),
     "gradient-norm": ("gradient_times", "recent", "past"),
@@ -143,10 +144,12 @@ def look(
 ) -> list[Finding]:
     """Everything that is wrong with a run now, by kind, each at most once.
 
-    Versions that a rollback left (``is_given_up``) say nothing about the policy; only their times count.
+    ``versions`` are all there are, or the newest: evaluations may be many versions apart. Those that a
+    rollback left (``is_given_up``) say nothing about the policy; only their times count.
     """
     standing = [info for info in versions if not is_given_up(info.version)]
-    trained = [info for info in standing if info.stats is not None and _is_finite(info.stats)]
+    newer = standing[-limits.recent - limits.past :]
+    trained = [info for info in newer if info.stats is not None and _is_finite(info.stats)]
     newest = trained[-1].version if trained else 0
     stats = [info.stats for info in trained if info.stats is not None]
     recent, past = stats[-limits.recent :], stats[-limits.recent - limits.past : -limits.recent]
@@ -156,7 +159,7 @@ def look(
         _stall(versions, seen, limits),
         _clock(versions, seen),
         _accuracy(standing, limits),
-        _no_numbers(standing),
+        _no_numbers(newer),
     ]
     if len(recent) == limits.recent:
         findings += [
@@ -179,20 +182,16 @@ def _middle(stats: Sequence[TrainStats], of: Callable[[TrainStats], float]) -> f
     return median(of(item) for item in stats)
 
 
-def _mean(stats: Sequence[TrainStats], of: Callable[[TrainStats], float]) -> float:
-    return sum(of(item) for item in stats) / len(stats)
-
-
-def _best_level(past: Sequence[TrainStats], window: int) -> float:
-    """The highest median of ``window`` versions in a row: a lucky version is no level."""
-    rewards = [item.reward_mean for item in past]
-    return max(median(rewards[at : at + window]) for at in range(max(1, len(rewards) - window + 1)))
+def _best_level(past: Sequence[float], window: int) -> float:
+    """The highest median of ``window`` values in a row: a lucky version is no level."""
+    return max(median(past[at : at + window]) for at in range(max(1, len(past) - window + 1)))
 
 
 def _reward(
     recent: Sequence[TrainStats], past: Sequence[TrainStats], newest: int, limits: GuardLimits
 ) -> Finding | None:
-    now, best = _middle(recent, lambda item: item.reward_mean), _best_level(past, limits.recent)
+    now = _middle(recent, lambda item: item.reward_mean)
+    best = _best_level([item.reward_mean for item in past], limits.recent)
     if best < MIN_LEVEL or now >= best * limits.reward_share:
         return None
     text = f"the reward fell from {best:.3f} to {now:.3f} (version {newest}): {_BACK}"
@@ -200,13 +199,15 @@ def _reward(
 
 
 def _accuracy(versions: Sequence[VersionInfo], limits: GuardLimits) -> Finding | None:
-    known = [info.accuracy for info in versions if info.accuracy >= 0]
-    if len(known) < 2:
+    evaluated = [info for info in versions if info.accuracy >= 0][-limits.recent - limits.past :]
+    known = [info.accuracy for info in evaluated]
+    recent, past = known[-limits.recent :], known[: -limits.recent]
+    if len(past) < limits.recent:
         return None
-    now, best = known[-1], max(known[:-1])
+    now, best = median(recent), _best_level(past, limits.recent)
     if best < MIN_LEVEL or now >= best * limits.accuracy_share:
         return None
-    text = f"held-out accuracy fell from {best:.3f} to {now:.3f}: {_BACK}"
+    text = f"held-out accuracy fell from {best:.3f} to {now:.3f} (version {evaluated[-1].version}): {_BACK}"
     return Finding("held-out-collapse", now, best * limits.accuracy_share, text)
 
 
@@ -242,7 +243,7 @@ def _gradient(
 
 
 def _clip(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
-    now = _mean(recent, lambda item: item.clip_fraction)
+    now = _middle(recent, lambda item: item.clip_fraction)
     if now <= limits.clip_share:
         return None
     text = (
@@ -253,7 +254,7 @@ def _clip(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
 
 
 def _kl(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
-    now = _mean(recent, lambda item: item.kl)
+    now = _middle(recent, lambda item: item.kl)
     if now <= limits.kl:
         return None
     text = (
@@ -264,7 +265,7 @@ def _kl(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
 
 
 def _starved(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | None:
-    now = sum(item.groups_used for item in recent) / max(1, sum(item.groups for item in recent))
+    now = _middle(recent, lambda item: item.groups_used / max(1, item.groups))
     if now >= limits.usable_share:
         return None
     reward = _middle(recent, lambda item: item.reward_mean)
@@ -277,11 +278,11 @@ def _starved(recent: Sequence[TrainStats], limits: GuardLimits) -> Finding | Non
 
 
 def _stale(recent: Sequence[TrainStats], seen: Seen, limits: GuardLimits) -> Finding | None:
-    now = _mean(recent, lambda item: item.lag_mean)
+    now = _middle(recent, lambda item: item.lag_mean)
     if seen.max_lag == 0 or now <= seen.max_lag * limits.stale_share:
         return None
     text = (
-        f"the work trained on is {now:.1f} versions old on average, and {seen.max_lag} is the most: the "
+        f"the work trained on is {now:.1f} versions old, and {seen.max_lag} is the most: the "
         "learner or the broadcast is slower than the volunteers; raise rollout.groups_per_version"
     )
     return Finding("stale-work", now, seen.max_lag * limits.stale_share, text)

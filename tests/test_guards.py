@@ -75,8 +75,7 @@ def test_a_run_that_learns_raises_no_alarm_at_any_time(seed):
 def test_each_way_to_collapse_is_named_with_numbers_and_a_cure(kind, grave, changes):
     before = [version(number) for number in range(1, 21)]
     one = [*before, version(21, **changes), version(22), version(23)]
-    if kind not in ("zero-advantage",):
-        assert kind not in {finding.kind for finding in look(one, CALM, LIMITS)}  # a single version is none
+    assert kind not in {finding.kind for finding in look(one, CALM, LIMITS)}  # a single version is none
     found = look([*before, *(version(21 + at, **changes) for at in range(3))], CALM, LIMITS)
     assert [(finding.kind, finding.grave) for finding in found] == [(kind, grave)]
     seen, _, cure = found[0].text.partition(": ")
@@ -101,9 +100,65 @@ def test_a_learnt_policy_that_wavers_a_little_is_not_paused():
     assert look(versions, replace(CALM, now_ms=1000 * len(versions)), LIMITS) == []
 
 
-def test_held_out_accuracy_that_falls_is_grave_though_rewards_rise():
-    versions = [version(number, accuracy=0.6 if number < 20 else 0.2) for number in range(1, 24)]
-    assert [finding.kind for finding in look(versions, CALM, LIMITS)] == ["held-out-collapse"]
+def evaluated(*accuracies: float, every: int = 10) -> list[VersionInfo]:
+    """Version 0 and every ``every``-th after it have these held-out accuracies, the others none."""
+    return [
+        version(number, accuracy=accuracies[number // every] if number % every == 0 else -1.0)
+        for number in range(every * (len(accuracies) - 1) + 1)
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_held_out_accuracy_that_falls_is_grave_though_rewards_rise(every):
+    versions = evaluated(0.6, 0.58, 0.6, 0.62, 0.2, 0.22, every=every)
+    now = replace(CALM, now_ms=1000 * len(versions))
+    (found,) = look(versions, now, LIMITS)
+    assert (found.kind, found.grave, found.value) == ("held-out-collapse", True, 0.22)
+    assert f"(version {versions[-1].version})" in found.text
+    assert look(versions[:-1], now, LIMITS) == []  # the second bad one says it
+
+
+@pytest.mark.parametrize(
+    "accuracies",
+    [
+        (0.6, 0.1),
+        (0.6, 0.1, 0.1),  # too few to know a level
+        (0.6, 0.58, 0.6, 0.62, 0.6, 0.0),  # one bad one
+        (0.3, 0.3, 1.0, 0.3, 0.3, 0.3),  # one lucky one
+        (0.3, 1.0, 0.3, 0.3, 0.3, 0.2),  # both
+    ],
+)
+def test_one_evaluation_is_no_collapse(accuracies):
+    versions = evaluated(*accuracies)
+    for count in range(len(versions) + 1):
+        assert look(versions[:count], CALM, LIMITS) == []
+
+
+NUMBERS = {
+    "reward_mean": st.floats(0.0, 1.0),
+    "groups_used": st.integers(0, 20),
+    "groups": st.integers(20, 2**40),
+    "grad_norm": st.floats(0.0, 1e300),
+    "clip_fraction": st.floats(0.0, 1.0),
+    "entropy": st.floats(0.0, 1e6),
+    "kl": st.floats(0.0, 1e300),
+    "lag_mean": st.floats(0.0, 2.0),
+    "skipped_steps": st.integers(0, 100),
+}
+
+
+@given(st.integers(0, 40), st.fixed_dictionaries(NUMBERS), st.floats(0.0, 1.0), st.sampled_from([1, 3, 10]))
+@settings(deadline=None)
+def test_no_limit_is_about_a_single_version_whatever_its_numbers(odd, numbers, accuracy, every):
+    versions = evaluated(*[0.5] * (40 // every + 1), every=every)
+    plain = versions[odd] if odd < len(versions) else versions[-1]
+    versions[plain.version] = replace(
+        plain,
+        stats=msgspec.structs.replace(STATS, **numbers),
+        accuracy=plain.accuracy if plain.accuracy < 0 else accuracy,
+    )
+    for count in range(plain.version + 1, len(versions) + 1):
+        assert look(versions[:count], replace(CALM, now_ms=1000 * count), LIMITS) == []
 
 
 def test_versions_that_a_rollback_left_are_no_evidence():
