@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from barnraise.kernels.models import ModelError, Policy, weight_files
-from barnraise.kernels.patches import Change, changed_tensors, changes
+from barnraise.kernels.patch_reader import Change, changed_tensors, changes
 
 _FILE_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BITS = {2: torch.int16, 4: torch.int32}

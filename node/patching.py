@@ -130,7 +130,8 @@ def apply_route(
         StorageError: the disk refused.
     """
     from barnraise.kernels.patch_format import PatchError
-    from barnraise.kernels.patches import apply_chain, read_header
+    from barnraise.kernels.patch_reader import read_header
+    from barnraise.kernels.patches import apply_chain
 
     files = [patch_path(version_folder, step) for step in route.steps]
     if read_header(files[0]).base_sha256 != route.base_sha256:

@@ -30,7 +30,8 @@ from barnraise.kernels.patch_format import (
     encode_block,
     parse_record_head,
 )
-from barnraise.kernels.patches import apply_chain, apply_patch, changed_tensors, make_patch, read_header
+from barnraise.kernels.patch_reader import changed_tensors, read_header
+from barnraise.kernels.patches import apply_chain, apply_patch, make_patch
 
 DTYPES = {
     torch.bfloat16: torch.int16,

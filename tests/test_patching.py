@@ -20,7 +20,8 @@ from barnraise.coordinator.patching import PatchPolicy, Previous, is_keyframe, l
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.kernels.hot_swap import patch_weights, swap_tensors
 from barnraise.kernels.models import ModelError, load_policy
-from barnraise.kernels.patches import make_patch, read_header
+from barnraise.kernels.patch_reader import read_header
+from barnraise.kernels.patches import make_patch
 from barnraise.node.patching import patches_since, plan
 from barnraise.node.torch_engine import Generator
 from barnraise.node.versions import Versions
