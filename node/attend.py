@@ -17,7 +17,7 @@ from barnraise.node.entering import enter, last_block, tally
 from barnraise.node.link import Run, dial, greet, join, present_invite
 from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Retargeted
 from barnraise.node.needs import Field, Machine, description, free_disk
-from barnraise.node.receipt_words import outcome, standing_fields, summary, verdicts_by_lease, words
+from barnraise.node.receipt_words import outcome, standing_fields, summary, words
 from barnraise.protocol.amendments import Amendment, amended
 from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.envelope import open_signed
@@ -389,7 +389,7 @@ def _receipt(ctx: Context, signed: Signed) -> Receipt | None:
     if receipt.verdict.accepted and ctx.kept is not None:
         ctx.kept.drop(receipt.submission_id)
     if ctx.units is not None and receipt.lease_id in ctx.units.kept:
-        ctx.units.judged(verdicts_by_lease(ctx.receipts.receipts()))
+        ctx.units.judged({receipt.lease_id: ctx.receipts.verdicts(receipt.lease_id)})
     ctx.judged.append(receipt.submission_id)
     ctx.feed(Judged(receipt.submission_id))
     tally(ctx)

@@ -46,7 +46,6 @@ from barnraise.node.model import (
 )
 from barnraise.node.prove import prove
 from barnraise.node.receipt_fields import page
-from barnraise.node.receipt_words import verdicts_by_lease
 from barnraise.node.state import Facts
 from barnraise.node.traffic import Limits
 from barnraise.node.train import train
@@ -395,7 +394,7 @@ async def _tidy_units(ctx: Context) -> None:
             keep.add(ctx.state.unit.lease_id)
         if ctx.lease is not None and ctx.state.engine != "idle":
             keep.add(ctx.lease.lease_id)
-        ctx.units.judged(verdicts_by_lease(ctx.receipts.receipts()))
+        ctx.units.judged({lease_id: ctx.receipts.verdicts(lease_id) for lease_id in ctx.units.kept})
         known = ctx.clock.offset_ms is not None
         ctx.units.tidy(keep, ctx.clock.coordinator_ms() if known else None)
         await off_loop(ctx.units.dropped_bytes(), ctx.units.empty)

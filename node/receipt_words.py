@@ -36,14 +36,6 @@ def latest(receipts: Iterable[Receipt]) -> dict[bytes, Receipt]:
     return newest
 
 
-def verdicts_by_lease(receipts: Iterable[Receipt]) -> dict[bytes, list[bool]]:
-    """What each lease's work was judged to be, oldest first: one verdict, two after an appeal."""
-    found: dict[bytes, list[bool]] = {}
-    for receipt in receipts:
-        found.setdefault(receipt.lease_id, []).append(receipt.verdict.accepted)
-    return found
-
-
 def find_receipt(receipts: Iterable[Receipt], text: str) -> Receipt:
     """The newest receipt of the submission that ``text`` names: a ledger index, or the start of an id in hex.
 

@@ -9,13 +9,15 @@ further in is set aside whole, and the coordinator is asked again for what follo
 from __future__ import annotations
 
 import os
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
-from barnraise.node.receipt_words import latest, outcome
+from msgspec.structs import replace
+
+from barnraise.node.receipt_sums import Sums, Totals
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
 from barnraise.protocol.frames import FRAME_BY_TYPE
@@ -24,14 +26,6 @@ from barnraise.protocol.wire import decode, encode
 
 _HEADER = 8
 _LARGEST = FRAME_BY_TYPE[ReceiptPush].limit
-
-
-class Totals(NamedTuple):
-    """Counts of verdicts, and credit in millions of useful floating-point operations."""
-
-    accepted: int
-    rejected: int
-    credit: int
 
 
 class ReceiptBook:
@@ -58,6 +52,11 @@ class ReceiptBook:
         self._run_id = run_id
         self._node = node
         self._receipts: dict[int, Receipt] = {}  # by ledger index
+        self._conflicting: set[Receipt] = set()
+        self._of_lease: dict[bytes, list[int]] = {}  # ledger indices, sorted
+        self._newest = -1
+        self._sums = Sums()
+        self._before, self._sums_before = 0, Sums()  # over what was issued before that moment
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._load()
@@ -96,22 +95,26 @@ class ReceiptBook:
         The coordinator sends receipts in order of index, so ask for the missing
         ones before accepting pushes; a gap would not be noticed.
         """
-        return max(self._receipts, default=-1) + 1
+        return self._newest + 1
 
     @property
     def totals(self) -> Totals:
-        """Over the submissions; the last receipt of each counts, and of conflicting ones the first.
-
-        Work whose credit was clawed back counts as accepted, and for nothing.
-        """
-        counted = latest(self._receipts.values()).values()
-        rejected = sum(outcome(receipt) == "rejected" for receipt in counted)
-        return Totals(len(counted) - rejected, rejected, sum(receipt.credit for receipt in counted))
+        """Over the submissions; the last receipt of each counts, and of conflicting ones the first."""
+        return self._sums.totals
 
     def credit_before(self, moment_ms: int) -> int:
-        """Credit by the receipts issued before a moment (ms since the epoch, the coordinator's clock)."""
-        earlier = (r for r in self._receipts.values() if r.issued_at < moment_ms)
-        return sum(receipt.credit for receipt in latest(earlier).values())
+        """Credit by the receipts issued before a moment (ms since the epoch, the coordinator's clock).
+
+        The same moment as the last costs nothing, whatever came meanwhile; another costs a walk.
+        """
+        if moment_ms != self._before:
+            earlier = (receipt for receipt in self._receipts.values() if receipt.issued_at < moment_ms)
+            self._before, self._sums_before = moment_ms, Sums(earlier)
+        return self._sums_before.totals.credit
+
+    def verdicts(self, lease_id: bytes) -> list[bool]:
+        """What a lease's work was judged to be, oldest first: none yet, one, or two after an appeal."""
+        return [self._receipts[index].verdict.accepted for index in self._of_lease.get(lease_id, ())]
 
     def receipts(self) -> list[Receipt]:
         """All receipts, by ledger index."""
@@ -168,8 +171,7 @@ class ReceiptBook:
         return len(kept)
 
     def _is_known(self, receipt: Receipt) -> bool:
-        first = self._receipts.get(receipt.ledger_index)
-        return first == receipt or any(receipt in pair for pair in self.conflicts)
+        return self._receipts.get(receipt.ledger_index) == receipt or receipt in self._conflicting
 
     def _check_subject(self, receipt: Receipt) -> None:
         if receipt.run_id != self._run_id:
@@ -178,9 +180,18 @@ class ReceiptBook:
             raise MalformedError(f"the receipt is of another node, {receipt.node.hex()[:16]}")
 
     def _remember(self, receipt: Receipt) -> None:
+        receipt = replace(receipt, run_id=self._run_id, node=self._node)  # one copy of each for all of them
         first = self._receipts.setdefault(receipt.ledger_index, receipt)
         if first != receipt:
             self.conflicts.append((first, receipt))
+            self._conflicting.add(receipt)
+        if first is not receipt:
+            return
+        self._newest = max(self._newest, receipt.ledger_index)
+        insort(self._of_lease.setdefault(receipt.lease_id, []), receipt.ledger_index)
+        self._sums.add(receipt)
+        if receipt.issued_at < self._before:
+            self._sums_before.add(receipt)
 
     def _append(self, data: bytes) -> None:
         try:

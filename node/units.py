@@ -128,7 +128,7 @@ class Units:
     def judged(self, verdicts: Mapping[bytes, Sequence[bool]]) -> None:
         """Drop what is settled by its verdicts, oldest first, by lease: accepted, or rejected twice."""
         for lease_id, found in verdicts.items():
-            if lease_id not in self.kept:
+            if lease_id not in self.kept or not found:
                 continue
             if found[-1] or len(found) > 1:
                 self.drop(lease_id)
