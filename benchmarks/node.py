@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from barnraise.protocol.control import read_state, send_command
+from barnraise.protocol.control_client import read_state, send_command
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.demo_processes import Supervisor, barnraise
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from swarm_support import make_model
 
-from barnraise.protocol.control import read_state
+from barnraise.protocol.control_client import read_state
 from barnraise.protocol.errors import BarnraiseError
 
 PATIENCE_S = 240.0  # for a busy machine: a process that imports torch takes 3 s alone, 30 s in a crowd

@@ -16,16 +16,10 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from barnraise.protocol import control
-from barnraise.protocol.control import (
-    MAX_VIEWERS,
-    Changed,
-    connect_control,
-    read_state,
-    send_command,
-    serve_control,
-    socket_path,
-)
+from barnraise.protocol import control, control_place
+from barnraise.protocol.control import MAX_VIEWERS, Changed, serve_control
+from barnraise.protocol.control_client import connect_control, read_state, send_command
+from barnraise.protocol.control_place import socket_path
 from barnraise.protocol.errors import BarnraiseError, PeerError
 
 
@@ -168,7 +162,7 @@ async def test_a_long_path_gets_a_short_socket(
             monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
         else:
             monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-            monkeypatch.setattr(control.tempfile, "gettempdir", lambda: str(short))
+            monkeypatch.setattr(control_place.tempfile, "gettempdir", lambda: str(short))
         folder = tmp_path / ("deep" * 20) / ("deeper" * 10)
         folder.mkdir(parents=True)
         path = folder / "control.sock"

@@ -20,7 +20,7 @@ from coordinator_support import make_run
 from barnraise.coordinator import main
 from barnraise.coordinator.main import run_from_folder
 from barnraise.coordinator.web.listen import Bind
-from barnraise.protocol.control import read_state, send_command
+from barnraise.protocol.control_client import read_state, send_command
 from barnraise.protocol.errors import PeerError, RunFolderError
 from barnraise.protocol.ledger_file import verify_ledger_file
 

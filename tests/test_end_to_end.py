@@ -22,7 +22,7 @@ from swarm_support import make_model, make_run
 from barnraise.kernels import demo_model
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol import ledger
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.protocol.messages import Receipt
 from barnraise.tui.console import emit_json, examples

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from barnraise.node.consent import forget_typed_ahead
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.tui.background import Background, state_in
 from barnraise.tui.console import print_rows
 from barnraise.tui.log_file import follow, is_for_people, last_error, spoken

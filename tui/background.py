@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from barnraise.node.supervise import cause, read_supervisor
-from barnraise.protocol.control import read_state
+from barnraise.protocol.control_client import read_state
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.tui.console import duration
 from barnraise.tui.demo_processes import barnraise, last_lines

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import AbsentError, BarnraiseError, MalformedError, PeerError
 from barnraise.tui.console import emit_json, examples, rounds, size
 from barnraise.tui.status import no_answer

@@ -19,7 +19,7 @@ from pathlib import Path
 import typer
 from rich.live import Live
 
-from barnraise.protocol.control import read_state
+from barnraise.protocol.control_client import read_state
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import console, duration, examples, is_plain
 from barnraise.tui.demo_processes import Supervisor, barnraise, die_with_parent, last_lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.console import emit_json, examples, print_rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from barnraise.protocol.control import read_state
+from barnraise.protocol.control_client import read_state
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.console import emit_json, examples
 from barnraise.tui.coordinate import answering, command, seconds_of

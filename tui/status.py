@@ -11,7 +11,7 @@ import typer
 
 from barnraise.node.fetching import in_words
 from barnraise.node.state import block_words
-from barnraise.protocol.control import read_state
+from barnraise.protocol.control_client import read_state
 from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.errors import AbsentError, BarnraiseError, PeerError
 from barnraise.tui.background import waiting_in

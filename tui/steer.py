@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from barnraise.node.supervise import read_supervisor
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.tui.background import state_in, waiting_in
 from barnraise.tui.console import duration, emit_json, examples

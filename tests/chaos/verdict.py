@@ -14,7 +14,7 @@ from e2e_support import PATIENCE_S, call
 
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol import ledger
-from barnraise.protocol.control import send_command
+from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.messages import Receipt

@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from barnraise.protocol.control import ControlClient, connect_control
+from barnraise.protocol.control_client import ControlClient, connect_control
 from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.tui.app.clean import cleaned
 from barnraise.tui.app.pace import Pace
