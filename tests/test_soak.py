@@ -43,11 +43,11 @@ KEEP = Keep(every=2, most=1000, disk_gb=0.0015)
 LOG_BYTES = 65_536
 EXPECTED_ALARMS = {"volunteers-lost", "stall"}  # most sleep at night
 SCENARIO = Scenario(
-    swarm=Swarm(nodes=8, hours=24 * 14, arrive_s=600, model_bytes=65_536, shard_bytes=16_384, heartbeat_s=40),
+    swarm=Swarm(nodes=8, hours=24 * 40, arrive_s=600, model_bytes=65_536, shard_bytes=16_384, heartbeat_s=40),
     work=Work(unit_s=600, learn_s=30, timeout_s=1800, deadline_s=3600),
     churn=Churn(session_median_s=3 * HOUR_S, away_s=HOUR_S, wave=0.5),
     happens=tuple(
-        Happening(at_s=(5 + 11 * day) * HOUR_S, what="coordinator-crash", for_s=60.0) for day in range(30)
+        Happening(at_s=(5 + 11 * day) * HOUR_S, what="coordinator-crash", for_s=60.0) for day in range(90)
     ),
 )
 KB, MB = 1024, 1024**2
