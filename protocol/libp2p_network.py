@@ -44,7 +44,8 @@ from barnraise.protocol.libp2p_listen import MAX_ADDRESSES, dialable, listen_on
 from barnraise.protocol.libp2p_log import quiet_libp2p
 from barnraise.protocol.libp2p_stream import CircuitStream, CountedStream, Libp2pStream, OnlyGuardedYamux
 from barnraise.protocol.network import Handler, Way
-from barnraise.protocol.yamux import GuardedStream, GuardedYamux
+from barnraise.protocol.yamux import GuardedYamux
+from barnraise.protocol.yamux_stream import GuardedStream
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 
 from barnraise.protocol.errors import PeerError
-from barnraise.protocol.yamux import GuardedStream, GuardedYamux
+from barnraise.protocol.yamux import GuardedYamux
+from barnraise.protocol.yamux_stream import GuardedStream
 
 READ_TIMEOUT_S = 900.0  # dead connections are noticed much earlier, by pings
 

@@ -1,7 +1,8 @@
 """yamux with its limits enforced: what py-libp2p's own implementation leaves open.
 
-Subclasses of libp2p's ``Yamux`` and ``YamuxStream`` that replace everything that
-runs per frame. Specification: github.com/hashicorp/yamux, spec.md. The differences:
+A subclass of libp2p's ``Yamux``, as ``barnraise.protocol.yamux_stream`` has one of its
+``YamuxStream``: together they replace everything that runs per frame. Specification:
+github.com/hashicorp/yamux, spec.md. The differences:
 
 - A peer that sends more than its receive window, to an open stream or to a
   forgotten one, loses the connection. The window is judged at the frame's header,
@@ -21,167 +22,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 from collections import deque
 from typing import Any
 
 import trio
-from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux import yamux as base
 
 from barnraise.protocol.network import Way
+from barnraise.protocol.yamux_stream import (
+    ACK,
+    DATA,
+    FIN,
+    GO_AWAY,
+    HEADER,
+    MAX_WINDOW,
+    PING,
+    RST,
+    SYN,
+    WINDOW_UPDATE,
+    GuardedStream,
+)
 
 log = logging.getLogger(__name__)
 
 INITIAL_WINDOW = 256 * 1024  # fixed by the specification
-MAX_WINDOW = 4 * 1024 * 1024
-SMALL_UPDATE = 16 * 1024  # bytes read after which a window update may be sent,
-UPDATE_EVERY_S = 0.25  # so often; half a window's worth is given back at once
 MAX_INBOUND_STREAMS = 128
 MAX_OUTBOUND_STREAMS = 256
 MAX_CONTROL_FRAMES = 1024
-MAX_PAYLOAD = 65_535 - 16 - 12  # header and payload fill exactly one Noise message
 WRITE_TIMEOUT_S = 20.0  # for one frame to enter the socket's buffer
-WINDOW_TIMEOUT_S = 30.0  # for the reader at the other end to take something
 PING_EVERY_S = 15.0
 DEAD_AFTER_S = 45.0
 UNUSED_S = 30.0  # a connection on which no stream was ever opened
 IDLE_S = 300.0  # a connection whose streams are all closed
-LINGER_S = 60.0  # a stream that we are done with and the peer does not close
-
-_HEADER = struct.Struct(">BBHII")
-_DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
-_SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
-
-
-class GuardedStream(base.YamuxStream):
-    """One stream. ``read`` and ``write`` raise libp2p's ``MuxedStream*`` errors."""
-
-    def __init__(self, stream_id: int, conn: GuardedYamux, is_initiator: bool) -> None:
-        super().__init__(stream_id, conn, is_initiator)
-        self.conn: GuardedYamux = conn
-        self.inbox = bytearray()
-        self.ended = False  # the peer sent FIN
-        self.failed = ""
-        self._taken = 0  # read, and not yet given back to the peer's window
-        self._given_at = -1.0
-        self._unread_after = float("inf")
-        self._wakeup = trio.Event()
-
-    def wake(self) -> None:
-        """Let waiting readers and writers look again."""
-        self._wakeup.set()
-        self._wakeup = trio.Event()
-
-    async def read(self, n: int | None = None) -> bytes:
-        """Return 1 to ``n`` bytes (None or -1: whatever is there).
-
-        Raises:
-            MuxedStreamEOF: the peer closed its side and everything was read.
-            MuxedStreamReset: the stream was reset or the connection is gone.
-        """
-        await trio.lowlevel.checkpoint()
-        while not self.inbox:
-            if self.ended:
-                raise MuxedStreamEOF("the peer closed its side")
-            if self.failed:
-                raise MuxedStreamReset(self.failed)
-            await self._wakeup.wait()
-        # From here on nothing waits: a cancelled read takes nothing.
-        count = len(self.inbox) if n is None or n < 0 else min(n, len(self.inbox))
-        with memoryview(self.inbox) as view:
-            data = bytes(view[:count])
-        del self.inbox[:count]
-        if not self.ended and not self.failed:
-            self._give_back(count)
-        return data
-
-    async def write(self, data: bytes) -> None:
-        """Send all of ``data``. After a cancelled or failed write the stream is only good for ``reset``.
-
-        Raises:
-            MuxedStreamError: closed, reset, connection gone, or the peer read nothing for 30 s.
-        """
-        view = memoryview(data)
-        while view:
-            if self.failed:
-                raise MuxedStreamReset(self.failed)
-            if self.send_closed:
-                raise MuxedStreamError("the stream is closed for writing")
-            if self.send_window <= 0:
-                with trio.move_on_after(WINDOW_TIMEOUT_S) as scope:
-                    await self._wakeup.wait()
-                if scope.cancelled_caught:
-                    raise MuxedStreamError(f"the peer read nothing for {WINDOW_TIMEOUT_S:.0f} s")
-                continue
-            count = min(len(view), self.send_window, MAX_PAYLOAD)
-            self.send_window -= count
-            header = _HEADER.pack(0, _DATA, 0, self.stream_id, count)
-            await self.conn._write_frame(b"".join((header, view[:count])))
-            view = view[count:]
-
-    async def close(self) -> None:
-        """Close our side; the peer may go on sending."""
-        self.finish()
-        await trio.lowlevel.checkpoint()
-
-    async def reset(self) -> None:
-        """Abandon the stream in both directions."""
-        self.abort("the stream was reset")
-        await trio.lowlevel.checkpoint()
-
-    def finish(self) -> None:
-        """``close`` without waiting."""
-        if self.send_closed or self.failed:
-            return
-        self.send_closed = True
-        self.conn.send_control(_WINDOW_UPDATE, _FIN, self.stream_id, 0)
-        self.wake()
-        if self.ended:
-            self.conn.forget(self)
-
-    def abort(self, reason: str) -> None:
-        """``reset`` without waiting."""
-        if self.failed:
-            return
-        if not (self.send_closed and self.ended):
-            self.conn.send_control(_WINDOW_UPDATE, _RST, self.stream_id, 0)
-        self.fail(reason)
-        self.inbox.clear()
-        self.conn.forget(self)
-
-    def abandon(self) -> None:
-        """Nobody reads any more: close our side, and reset unless the peer closes its own soon."""
-        self.finish()
-        if not self.failed and not self.ended:
-            self._unread_after = trio.current_time() + LINGER_S
-
-    def overdue(self) -> bool:
-        """Whether ``abandon`` was long ago."""
-        return trio.current_time() > self._unread_after
-
-    def fail(self, reason: str) -> None:
-        """Note that nothing more will come or go."""
-        self.failed = self.failed or reason
-        self.closed = self.send_closed = self.recv_closed = True
-        self.wake()
-
-    def _give_back(self, count: int) -> None:
-        self._taken += count
-        now = trio.current_time()
-        half = self._taken >= self.target_recv_window // 2
-        # To a slow reader (under a bandwidth cap) bytes come evenly, not half a window at a time.
-        if not half and (self._taken < SMALL_UPDATE or now - self._given_at < UPDATE_EVERY_S):
-            return
-        increment, self._taken = self._taken, 0
-        # The window doubles when it is used up within four round trips, as in go-yamux.
-        soon = now - self._given_at < 4 * max(self.conn.rtt(), 0.001)
-        if half and soon and self.target_recv_window < MAX_WINDOW:
-            increment += self.target_recv_window
-            self.target_recv_window *= 2
-        self._given_at = now
-        self.recv_window += increment
-        self.conn.send_control(_WINDOW_UPDATE, 0, self.stream_id, increment)
 
 
 class GuardedYamux(base.Yamux):
@@ -232,15 +105,15 @@ class GuardedYamux(base.Yamux):
         inbox = bytearray()
         try:
             while not self.event_shutting_down.is_set():
-                while len(inbox) < _HEADER.size:
+                while len(inbox) < HEADER.size:
                     inbox += await self._receive()
-                version, kind, flags, stream_id, length = _HEADER.unpack_from(inbox)
-                del inbox[: _HEADER.size]
-                if version != 0 or kind > _GO_AWAY:
+                version, kind, flags, stream_id, length = HEADER.unpack_from(inbox)
+                del inbox[: HEADER.size]
+                if version != 0 or kind > GO_AWAY:
                     self.fail(f"not a yamux frame (version {version}, type {kind})")
-                elif kind == _PING:
+                elif kind == PING:
                     self._on_ping(flags, length)
-                elif kind == _GO_AWAY:
+                elif kind == GO_AWAY:
                     self._failure = "the peer closed the connection"
                     return
                 else:
@@ -260,11 +133,11 @@ class GuardedYamux(base.Yamux):
         self, kind: int, flags: int, stream_id: int, length: int, inbox: bytearray
     ) -> None:
         stream = self.streams.get(stream_id)
-        if flags & _SYN:
+        if flags & SYN:
             if stream is not None or stream_id == 0 or stream_id % 2 == self.next_stream_id % 2:
                 self.fail(f"stream {stream_id} cannot be opened by the peer")
-            stream = self._accept(stream_id, length if kind == _DATA else 0)
-        if kind == _DATA:
+            stream = self._accept(stream_id, length if kind == DATA else 0)
+        if kind == DATA:
             if stream is None:
                 self._stray -= length
                 if self._stray < 0:
@@ -279,11 +152,11 @@ class GuardedYamux(base.Yamux):
             stream.wake()
         if stream is None or stream.failed:
             return
-        if flags & _RST:
+        if flags & RST:
             stream.fail("the peer reset the stream")
             stream.inbox.clear()
             self.forget(stream)
-        elif flags & _FIN:
+        elif flags & FIN:
             stream.ended = stream.recv_closed = True
             stream.wake()
             if stream.send_closed:
@@ -305,24 +178,24 @@ class GuardedYamux(base.Yamux):
         stream = GuardedStream(stream_id, self, False)
         if inbound >= MAX_INBOUND_STREAMS:
             self._stray = min(self._stray + INITIAL_WINDOW, 64 * MAX_WINDOW)
-            self.send_control(_WINDOW_UPDATE, _RST, stream_id, 0)
+            self.send_control(WINDOW_UPDATE, RST, stream_id, 0)
             return None
         try:
             self.new_stream_send_channel.send_nowait(stream)
         except trio.WouldBlock:
             self._stray = min(self._stray + INITIAL_WINDOW, 64 * MAX_WINDOW)
-            self.send_control(_WINDOW_UPDATE, _RST, stream_id, 0)
+            self.send_control(WINDOW_UPDATE, RST, stream_id, 0)
             return None
         self.streams[stream_id] = stream
         self._used = True
         self._last_used = trio.current_time()
-        self.send_control(_WINDOW_UPDATE, _ACK, stream_id, 0)
+        self.send_control(WINDOW_UPDATE, ACK, stream_id, 0)
         return stream
 
     def _on_ping(self, flags: int, value: int) -> None:
-        if flags & _SYN:
-            self.send_control(_PING, _ACK, 0, value)
-        elif flags & _ACK and value == self._ping_id and self._ping_sent_time:
+        if flags & SYN:
+            self.send_control(PING, ACK, 0, value)
+        elif flags & ACK and value == self._ping_id and self._ping_sent_time:
             sample = trio.current_time() - self._ping_sent_time
             self._rtt = sample if self._rtt == 0 else (self._rtt + sample) / 2
             self._ping_sent_time = 0.0
@@ -332,7 +205,7 @@ class GuardedYamux(base.Yamux):
         while True:
             self._ping_id = (self._ping_id + 1) % 2**32
             self._ping_sent_time = trio.current_time()
-            self.send_control(_PING, _SYN, 0, self._ping_id)
+            self.send_control(PING, SYN, 0, self._ping_id)
             await trio.sleep(PING_EVERY_S)
             now = trio.current_time()
             for stream in tuple(self.streams.values()):
@@ -354,7 +227,7 @@ class GuardedYamux(base.Yamux):
             if self._nursery is not None:
                 self._nursery.cancel_scope.cancel()
             return
-        self._control.append(_HEADER.pack(0, kind, flags, stream_id, value))
+        self._control.append(HEADER.pack(0, kind, flags, stream_id, value))
         self._control_wakeup.set()
 
     async def _write_control(self) -> None:
@@ -367,9 +240,14 @@ class GuardedYamux(base.Yamux):
         while self._control:
             frames = b"".join(self._control)
             self._control.clear()
-            await self._write_frame(frames)
+            await self.write_frame(frames)
 
-    async def _write_frame(self, data: bytes) -> None:
+    async def write_frame(self, data: bytes) -> None:
+        """Send whole frames; other writers wait. Whoever cancels does not cut them short.
+
+        Raises:
+            MuxedStreamError: the connection is closed, or the peer took nothing for 20 s.
+        """
         async with self._write_lock:
             if self.event_shutting_down.is_set():
                 raise MuxedStreamError(self._failure or "the connection is closed")
@@ -400,7 +278,7 @@ class GuardedYamux(base.Yamux):
         self._used = True
         self._last_used = trio.current_time()
         try:
-            await self._write_frame(_HEADER.pack(0, _WINDOW_UPDATE, _SYN, stream_id, 0))
+            await self.write_frame(HEADER.pack(0, WINDOW_UPDATE, SYN, stream_id, 0))
         except BaseException:
             stream.abort("the stream was never opened")
             raise
@@ -431,7 +309,7 @@ class GuardedYamux(base.Yamux):
         if not self.event_shutting_down.is_set():
             with trio.CancelScope(shield=True), trio.move_on_after(1.0), contextlib.suppress(Exception):
                 await self._flush_control()
-                await self._write_frame(_HEADER.pack(0, _GO_AWAY, 0, 0, error_code))
+                await self.write_frame(HEADER.pack(0, GO_AWAY, 0, 0, error_code))
         self._failure = self._failure or "the connection was closed"
         with trio.CancelScope(shield=True), trio.move_on_after(2.0):
             await self._cleanup_on_error()

@@ -26,11 +26,10 @@ from barnraise.protocol.yamux import (
     MAX_CONTROL_FRAMES,
     MAX_INBOUND_STREAMS,
     MAX_OUTBOUND_STREAMS,
-    MAX_WINDOW,
     UNUSED_S,
-    GuardedStream,
     GuardedYamux,
 )
+from barnraise.protocol.yamux_stream import MAX_WINDOW, GuardedStream
 
 DATA, UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
