@@ -42,11 +42,14 @@ import trio
 from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.deadlines import Deadlines
+from barnraise.coordinator.door import Door
 from barnraise.coordinator.events import VersionPublished
 from barnraise.coordinator.greeter import Greeter
 from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.main import _logging
+from barnraise.coordinator.newcomer_book import NewcomerBook
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.server import _push_receipts, _tick, wall_clock_ms
 from barnraise.coordinator.sessions import Sessions
@@ -209,7 +212,8 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
         core = Core(journal, run.spec, run.run_id, run.identity, wall_clock_ms)
         hub, verifier = Hub(), Accepting()
         deadlines = Deadlines(core)
-        sessions = Sessions(core, hub, run.signed_spec, random.Random(1))
+        door = Door(core, lambda peer: "", NewcomerLimits(per_day=0), NewcomerBook(folder, run.identity))
+        sessions = Sessions(core, hub, run.signed_spec, random.Random(1), door)
 
         def receipts(write: Write) -> None:
             _push_receipts(hub, write)

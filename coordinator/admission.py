@@ -65,16 +65,18 @@ def check_joins(core: Core, key: bytes) -> None:
         raise RefusedError(NOT_ADMITTED, why_not(core))
 
 
-async def take_invite(core: Core, key: bytes, signed: Signed) -> None:
+async def take_invite(core: Core, key: bytes, signed: Signed, *, needed: bool = False) -> None:
     """Let ``key`` in by an invite; one that is in already needs none.
+
+    ``needed``: in an open run, too, since too many new keys came from where it is.
 
     Raises:
         RefusedError: ``bad-invite``: not this run's, over, used up or revoked.
         StorageError: the disk refused.
     """
-    if is_admitted(core, key):
+    if is_admitted(core, key) and not needed:
         return
-    if core.settings.admission != "invite":
+    if core.settings.admission == "allow":
         raise RefusedError(NOT_ADMITTED, why_not(core))
     try:
         invite = open_signed(signed, Invite, core.spec.operator)

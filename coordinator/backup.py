@@ -33,6 +33,7 @@ from barnraise.coordinator.journal_copy import Progress, copy_journal, digest_of
 from barnraise.coordinator.journal_place import SQLITE, journal_begun, journal_path
 from barnraise.coordinator.journal_sqlite import SqliteStore
 from barnraise.coordinator.ledger_log import advance
+from barnraise.coordinator.newcomer_book import NEWCOMERS
 from barnraise.coordinator.rollout_files import ROLLOUTS, files_of, parts_of
 from barnraise.coordinator.snapshot import SNAPSHOTS, Fold, Snapshots
 from barnraise.coordinator.workers import checkpoint_folder
@@ -53,6 +54,7 @@ _LEFT_OUT = (
     "verifier.log",
     "learner.log",
     SNAPSHOTS,
+    NEWCOMERS,
     "web.sqlite",
     "state.",
     ".tmp-",

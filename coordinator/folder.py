@@ -15,6 +15,7 @@
     RUN/corpus/          with phase "pretrain": the text, in token shards
     RUN/pretrain.jsonl, RUN/units.jsonl     what ``barnraise report`` reads beside the journal
     RUN/scaffold.safetensors    an earlier run's scaffold, where the run takes one
+    RUN/newcomers.bin    hashes of where new keys came from within a day (0600); in no backup
     RUN/admin.token      what programs steer the run with over HTTP (0600), once it was asked for
     RUN/control.sock     while a coordinator runs; RUN/lock keeps a second one out
     RUN/coordinator.log, RUN/units.log, RUN/verifier.log, RUN/learner.log    bounded; 'coordinator logs'

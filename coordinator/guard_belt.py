@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -31,6 +32,7 @@ class GuardBelt:
     core: Core
     hub: Hub
     limits: GuardLimits = field(default_factory=GuardLimits)
+    turned_away: Callable[[], int] = lambda: 0  # new keys, within the last hour
     _published: trio.Event = field(default_factory=trio.Event)
     _live: deque[tuple[float, int]] = field(default_factory=deque)  # when, so many nodes: falling counts
     _found_at: dict[str, int] = field(default_factory=dict)  # kind -> head when it was found last
@@ -87,6 +89,7 @@ class GuardBelt:
             live=live,
             most_live=self._live[0][1],
             working=bool(live) and not complete and state.operations.paused is None,
+            turned_away=self.turned_away(),
         )
 
 

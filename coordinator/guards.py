@@ -46,6 +46,7 @@ class GuardLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         backlog_s: age of the oldest submission that waits for its verdict, seconds.
         volunteers_share: alarm where fewer nodes are there than this share of the most of the last hour.
         stall_s: no version for so long, and ten times as long as the median took, seconds.
+        flood: more new keys turned away within an hour, too many having come from where they are.
     """
 
     pause: bool = True
@@ -63,6 +64,7 @@ class GuardLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     backlog_s: Positive = 600.0
     volunteers_share: Share = 0.5
     stall_s: Positive = 1800.0
+    flood: Small = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Seen:
     live: int
     most_live: int  # within the last hour
     working: bool  # the run is neither complete nor paused, and somebody is there to work
+    turned_away: int = 0  # new keys, within the last hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class Finding:
 GUARDS = (
     *("reward-collapse", "held-out-collapse", "entropy-explosion", "entropy-collapse", "gradient-norm"),
     *("clip-ratio", "kl", "zero-advantage", "stale-work", "not-finite", "verifier-backlog"),
-    *("no-numbers", "volunteers-lost", "stall", "clock-back"),
+    *("no-numbers", "volunteers-lost", "stall", "clock-back", "newcomer-flood"),
 )
 """Every kind of finding."""
 
@@ -104,7 +107,9 @@ GRAVE = frozenset(
 )
 """Those that may pause the run."""
 
-OF_THE_MOMENT = frozenset(("verifier-backlog", "volunteers-lost", "stall", "clock-back"))
+OF_THE_MOMENT = frozenset(
+    ("verifier-backlog", "volunteers-lost", "stall", "clock-back", "newcomer-flood")
+)
 """Those that are about now, not about the newest versions."""
 
 THRESHOLDS: dict[str, tuple[str, ...]] = {
@@ -123,6 +128,7 @@ THRESHOLDS: dict[str, tuple[str, ...]] = {
     "volunteers-lost": ("volunteers_share",),
     "stall": ("stall_s", "past"),
     "clock-back": (),
+    "newcomer-flood": ("flood",),
 }
 """Which of ``GuardLimits`` each kind goes by."""
 
@@ -158,6 +164,7 @@ def look(
         _backlog(seen, limits),
         _stall(versions, seen, limits),
         _clock(versions, seen),
+        _flood(seen, limits),
         _accuracy(standing, limits),
         _no_numbers(newer),
     ]
@@ -360,3 +367,15 @@ def _clock(versions: Sequence[VersionInfo], seen: Seen) -> Finding | None:
         "and bans that were given before end that much later, and nothing seems late; set the clock, or wait"
     )
     return Finding("clock-back", behind, CLOCK_BACK_S, text)
+
+
+def _flood(seen: Seen, limits: GuardLimits) -> Finding | None:
+    if seen.turned_away <= limits.flood:
+        return None
+    text = (
+        f"{seen.turned_away} new keys were turned away within the last hour, too many having come from their "
+        "addresses: if they are volunteers (a campus, a provider's NAT), `barnraise admit invite` lets them "
+        "in, and [serve] new_keys_per_day more of them; if somebody makes keys, `barnraise admit mode DIR "
+        "invite --keep-proven` closes the doors"
+    )
+    return Finding("newcomer-flood", float(seen.turned_away), float(limits.flood), text)

@@ -18,6 +18,7 @@ from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.collector import calm_collector
 from barnraise.coordinator.folder import Run, open_run
 from barnraise.coordinator.guards import GuardLimits
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.scale import Spread
 from barnraise.coordinator.server import run_coordinator
@@ -59,6 +60,7 @@ def run_from_folder(
     keep: Keep = Keep(),
     guards: GuardLimits = GuardLimits(),
     floor: Floor | None = None,
+    newcomers: NewcomerLimits = NewcomerLimits(),
     out: Callable[[str], None] = partial(print, flush=True),
 ) -> int:
     """Serve the run in ``folder`` until SIGINT or SIGTERM; return the exit code (0).
@@ -75,8 +77,8 @@ def run_from_folder(
     ``replay``: trust no snapshot, and say whether they agree with the journal. ``http``: where to
     serve the page, the API and the metrics; None: nowhere. ``admin``: from where the run may be steered
     over it (``barnraise.coordinator.web.gate``). ``spread``: the learner's processes, and devices.
-    ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised. ``floor``:
-    as ``run_coordinator``.
+    ``keep``, ``guards``: what stays on the disk for a rollback, and when alarms are raised. ``floor``,
+    ``newcomers``: as ``run_coordinator``.
 
     Raises:
         RunFolderError, KeyFileError: the folder cannot be used; the text says why.
@@ -104,6 +106,7 @@ def run_from_folder(
                 keep=keep,
                 guards=guards,
                 floor=floor,
+                newcomers=newcomers,
             )
             trio.run(_main, serve)
         except BaseExceptionGroup as group:
@@ -145,6 +148,7 @@ async def _serve(
     keep: Keep,
     guards: GuardLimits,
     floor: Floor | None,
+    newcomers: NewcomerLimits,
 ) -> None:
     from barnraise.coordinator.learner_child import ChildLearner
     from barnraise.coordinator.remote import Elsewhere
@@ -170,6 +174,7 @@ async def _serve(
                 keep=keep,
                 guards=guards,
                 floor=floor,
+                newcomers=newcomers,
                 end=partial(os.kill, os.getpid(), signal.SIGTERM),
             )
             await nursery.start(serve)

@@ -82,6 +82,8 @@ class Serve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     relay_mbit: Annotated[float, Meta(ge=0.0, le=100_000)] = 0.0
     floor_minor: Annotated[int, Meta(ge=-1, le=65_535)] = -1
     floor_from: Annotated[str, Meta(max_length=40)] = ""
+    new_keys_per_day: Annotated[int, Meta(ge=0, le=65_536)] = 64
+    limit_private: bool = False
 
 
 class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -117,6 +117,9 @@ TEXTS: dict[str, str] = {
     "serve.relay_mbit": "Mbit/s to carry shards between nodes that cannot reach each other; 0: none",
     "serve.floor_minor": "oldest minor of our protocol major that is served; -1: all of them",
     "serve.floor_from": "from when on, UTC, such as 2026-12-31; until then older nodes are told; empty: now",
+    "serve.new_keys_per_day": "new keys that may join from one IPv4 address or IPv6 /64 within 24 hours; "
+    "4 times as many from its /24 or /48; 0: no limit",
+    "serve.limit_private": "count new keys from loopback and private addresses, too",
     "keep.every": "every so-manieth version stays whole, optimiser included; 0: none",
     "keep.most": "so many of them, the newest",
     "keep.disk_gb": "GB that all checkpoints may take; the oldest go first; 0: no limit",
@@ -138,6 +141,7 @@ TEXTS: dict[str, str] = {
     "guards.backlog_s": "verifier-backlog: seconds that a submission waits",
     "guards.volunteers_share": "volunteers-lost: below this share of the most nodes of the last hour",
     "guards.stall_s": "stall: seconds without a version",
+    "guards.flood": "newcomer-flood: more new keys turned away within an hour",
 }
 
 

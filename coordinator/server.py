@@ -28,6 +28,7 @@ from barnraise.coordinator.block_files import serve_corpus
 from barnraise.coordinator.commands import operator_commands
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.deadlines import Deadlines
+from barnraise.coordinator.door import Door
 from barnraise.coordinator.draining import Drain
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.greeter import Greeter
@@ -38,6 +39,8 @@ from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.learn_belt import LearnBelt
 from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
+from barnraise.coordinator.newcomer_book import NewcomerBook
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.origin import Origin
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.publish_belt import PublishBelt
@@ -113,6 +116,7 @@ async def run_coordinator(
     end: Callable[[], None] | None = None,
     hello: Hello | None = None,
     floor: Floor | None = None,
+    newcomers: NewcomerLimits = NewcomerLimits(),
     task_status: Any = trio.TASK_STATUS_IGNORED,  # trio.TaskStatus[Callable[[], dict[str, Any]]]
 ) -> None:
     """Serve a run until cancelled; goes on where its journal ends. Workers are closed at the end.
@@ -135,6 +139,7 @@ async def run_coordinator(
         admin: from where the admin API there may be asked (``barnraise.coordinator.web.gate``).
         hello: the protocol version to speak; None: this installation's own.
         floor: the oldest version that is served, and from when on; None: all of our major.
+        newcomers: how many keys that were never here may come from one address.
         task_status: ``nursery.start`` returns, once nodes may come, a function that gives the state tree.
 
     Raises:
@@ -162,11 +167,13 @@ async def run_coordinator(
         hub, progress, deadlines = Hub(), Progress(), Deadlines(core)
         greeter = Greeter(hub, now_ms, hello, floor)
         store = DiskStore(run.store_path)
+        door = Door(core, network.observed, newcomers, NewcomerBook(run.path, run.identity))
         sessions = Sessions(
             core,
             hub,
             run.signed_spec,
             rng or secrets.SystemRandom(),
+            door,
             leases_per_node=leases_per_node,
             run_folder=run.path,
             minor_of=greeter.minor_of,
@@ -182,10 +189,11 @@ async def run_coordinator(
         core.listeners.append(partial(tell_of, core, hub))
         core.listeners.append(partial(tell_amendments, hub))
         core.listeners.append(partial(log_acts, core))
-        guard = GuardBelt(core, hub, guards)
+        guard = GuardBelt(core, hub, guards, door.turned_away)
         core.listeners.append(guard.hear)
         learner.on_progress = progress.note
-        get_state = partial(state_tree, core, hub, progress, network, now_ms(), origin, run.path, public_log)
+        about = (origin, run.path, public_log, door)
+        get_state = partial(state_tree, core, hub, progress, network, now_ms(), *about)
         web = None
         if http is not None:
             without_nodes = partial(get_state, with_nodes=False)
@@ -218,6 +226,7 @@ async def run_coordinator(
                 nursery.start_soon(keeper.run)
                 nursery.start_soon(origin.run)
                 nursery.start_soon(sessions.run)
+                nursery.start_soon(door.run)
                 nursery.start_soon(verify.run)
                 if run.spec.pretrain is not None:
                     blocks = BlockBelt(core, run.spec.pretrain, verifier, network, run.path, progress)

@@ -22,6 +22,7 @@ from barnraise.coordinator.audit import is_banned, offence_events
 from barnraise.coordinator.block_desk import BlockDesk
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.desk import later, lend, make_room, take_in
+from barnraise.coordinator.door import Door
 from barnraise.coordinator.events import (
     AppealFiled,
     LeaseClosed,
@@ -92,6 +93,7 @@ class Sessions:
         hub: Hub,
         signed_spec: Signed,
         rng: random.Random,
+        door: Door,
         *,
         leases_per_node: int = scheduler.LEASES_PER_NODE,
         run_folder: Path | None = None,
@@ -103,6 +105,7 @@ class Sessions:
         self._hub = hub
         self._signed_spec = signed_spec
         self._rng = rng
+        self._door = door
         self._leases_per_node = leases_per_node
         self._intake = Intake()
         self.turned_away = TurnedAway()
@@ -189,12 +192,15 @@ class Sessions:
 
     async def _invited(self, live: Live, message: InviteRequest) -> Message:
         _check_key(live, message.public_key)
-        await take_invite(self._core, message.public_key, message.invite)
+        key = message.public_key
+        needed = self._door.wait_ms(key, live.peer_id) > 0
+        await take_invite(self._core, key, message.invite, needed=needed)
         return Acknowledged(id=message.id, duplicate=False)
 
     async def _join(self, live: Live, message: JoinRequest) -> Message:
         _check_key(live, message.public_key)
         check_joins(self._core, message.public_key)
+        self._door.check(message.public_key, live.peer_id)
         name = pseudonym(message.name, live.peer_id)
         node = self._core.state.nodes.get(message.public_key)
         if node is not None and name == pseudonym("", live.peer_id):
@@ -212,7 +218,8 @@ class Sessions:
         renamed = node is not None and node.name != name and now - node.named_at >= RENAME_AFTER_MS
         if node is None or renamed:
             joined = NodeJoined(node=message.public_key, name=name, at_ms=now)
-            await self._core.record([joined])
+            with self._door.counting(message.public_key, live.peer_id):
+                await self._core.record([joined])
         log.info("%s joined (%s, %s)", name, fingerprint(live.key), live.engine)
         tell_standing(self._core, live)
         for push in amendments_in_force(self._core):

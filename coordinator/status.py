@@ -11,6 +11,7 @@ from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.block_scheduler import in_blocks
 from barnraise.coordinator.block_status import block_state, round_in_words, stage_of
 from barnraise.coordinator.core import Core
+from barnraise.coordinator.door import Door
 from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.operator_events import AlarmRaised
@@ -34,6 +35,7 @@ def state_tree(
     origin: Origin | None = None,
     run_folder: Path | None = None,
     public_log: LogBelt | None = None,
+    door: Door | None = None,
     *,
     with_nodes: bool = True,
 ) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def state_tree(
         ],
         "nodes_known": len(state.nodes),
         "nodes_live": len(hub.by_key),
+        "newcomers": None if door is None else door.fields(),
         "bytes_in": int(getattr(network, "bytes_in", 0)),
         "bytes_out": int(getattr(network, "bytes_out", 0)),
         "peer_reports": list(hub.reports),

@@ -22,6 +22,7 @@ from barnraise.protocol.amendments import Amendment, amended
 from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import (
+    NEWCOMERS,
     BarnraiseError,
     MalformedError,
     PeerError,
@@ -65,6 +66,7 @@ REPLACED_WITHIN_S = 10.0  # a session that ends so soon after a duplicate-key no
 
 async def attend(ctx: Context, attempt: int) -> None:
     """Hold one session from dialling to its end, then report why it ended."""
+    wait_s = 0
     try:
         reason = await _session(ctx, attempt)
     except VersionError as error:
@@ -73,6 +75,7 @@ async def attend(ctx: Context, attempt: int) -> None:
         return
     except BarnraiseError as error:
         reason = str(error)
+        wait_s = error.retry_after_s if isinstance(error, RefusedError) else 0
     finally:
         ctx.session = None
     if ctx.state.stopped is None:
@@ -88,7 +91,7 @@ async def attend(ctx: Context, attempt: int) -> None:
     replaced = just_told and not ctx.facts.key_kept and ctx.state.link == "up"
     if replaced:
         reason = "another machine uses this key: give each one its own (--key FILE)"
-    ctx.feed(LinkLost(reason, ctx.jitter(), replaced))
+    ctx.feed(LinkLost(reason, ctx.jitter(), replaced, wait_s))
 
 
 def _lost(ctx: Context, what: str, reason: str) -> None:
@@ -176,9 +179,16 @@ async def _ask_in(ctx: Context, session: Session) -> tuple[Run, JoinReply]:
     try:
         return await join(session, ctx.identity, ctx.instance, *who)
     except RefusedError as error:
-        if error.code != NOT_ADMITTED or not ctx.config.invite:
+        if error.code not in (NOT_ADMITTED, NEWCOMERS) or not ctx.config.invite:
             raise
-    await present_invite(session, ctx.identity, ctx.config.invite)
+        refused = error
+    try:
+        await present_invite(session, ctx.identity, ctx.config.invite)
+    except RefusedError as error:
+        if refused.code != NEWCOMERS:
+            raise
+        # It needs no invite, only patience: one that does not count does not end the node.
+        raise RefusedError(NEWCOMERS, f"{refused}; {error}", refused.retry_after_s) from None
     return await join(session, ctx.identity, ctx.instance, *who)
 
 

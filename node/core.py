@@ -71,6 +71,7 @@ MAX_PENDING = 1  # submissions not acknowledged while the next unit is at work
 MAX_SHRINK = 8
 STOOD_S = 30.0  # a session that lasted so long was sound
 CROSSED_S = 5.0
+TURNED_AWAY_S = 1800.0  # how long a node stays away at most that was told to come again later
 REPLACED_S = 600.0  # how long a node stays away whose key another machine uses (half to whole of it)
 
 
@@ -121,7 +122,11 @@ def next_wake(state: State, now: float) -> float | None:
 
 def _fold(state: State, event: Event, now: float) -> State:
     match event:
-        case LinkLost(reason, jitter, replaced):
+        case LinkLost(reason, jitter, replaced, wait_s):
+            if wait_s > 0:  # sooner all the same now and then: its operator may let us in by hand
+                at = now + min(wait_s, TURNED_AWAY_S) * (1.0 + 0.1 * jitter)
+                retry = Retry(state.link_retry.failures + 1, at, reason)
+                return replace(state, link="down", link_retry=retry)
             # Only a session that stood for a while starts the backoff afresh.
             stood = state.link == "up" and now - state.link_since >= STOOD_S
             before = Retry() if stood else state.link_retry

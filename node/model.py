@@ -69,12 +69,14 @@ class LinkLost:
     """Connecting failed, or an open session ended.
 
     ``replaced``: another machine with this key has taken over; coming straight
-    back would only throw that one out in turn.
+    back would only throw that one out in turn. ``wait_s``: the coordinator said that
+    it is no use to come back sooner; 0: it said nothing.
     """
 
     reason: str
     jitter: float
     replaced: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

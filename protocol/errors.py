@@ -21,16 +21,32 @@ class VersionError(BarnraiseError):
     """The two sides speak different protocol versions; the text says which side is old (R20)."""
 
 
+_RETRY = ";retry="
+LONGEST_RETRY_S = 86_400
+NEWCOMERS = "newcomers"  # the code of a refusal: too many new keys came from there, come again later
+
+
 class RefusedError(BarnraiseError):
     """The other side understood a request and refused it.
 
     Attributes:
         code: a machine-readable reason, such as ``"unknown-lease"``.
+        retry_after_s: when it is worth asking again; 0: that was not said.
     """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, retry_after_s: int = 0) -> None:
+        """``code`` may come from the wire, where it ends in ``;retry=SECONDS`` if that was said."""
         super().__init__(message)
-        self.code = code
+        self.code, found, seconds = code.partition(_RETRY)
+        self.retry_after_s = retry_after_s
+        if found and seconds.isascii() and seconds.isdigit() and len(seconds) < 10:
+            self.retry_after_s = min(LONGEST_RETRY_S, int(seconds))
+
+    @property
+    def wire_code(self) -> str:
+        """The code as it travels, at most 64 letters."""
+        end = f"{_RETRY}{self.retry_after_s}" if self.retry_after_s > 0 else ""
+        return (self.code[: 64 - len(end)] or "refused") + end
 
 
 class PeerError(BarnraiseError):

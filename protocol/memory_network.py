@@ -266,6 +266,7 @@ class MemoryNetwork:
 
     Attributes:
         dialable: false for a host behind a router with NAT: it only dials out. May be changed.
+        outside: the internet address that others see it at, as ``/ip4/203.0.113.7``; "": its own.
     """
 
     def __init__(self, swarm: MemorySwarm, peer_id: str, nursery: trio.Nursery, number: int) -> None:
@@ -278,6 +279,7 @@ class MemoryNetwork:
         self._number = number
         self._address = f"/memory/{number}/p2p/{peer_id}"
         self.dialable = True
+        self.outside = ""
         self.bytes_out = 0
         self._in = 0
         self._coming: list[tuple[float, int]] = []  # a heap: when how many bytes arrive
@@ -355,7 +357,9 @@ class MemoryNetwork:
     def observed(self, peer_id: str) -> str:
         """The address of a connected peer, without its id."""
         host = self._swarm._hosts.get(peer_id) if self.connected(peer_id) else None
-        return "" if host is None else f"/memory/{host._number}"
+        if host is None:
+            return ""
+        return f"{host.outside}/tcp/{host._number}" if host.outside else f"/memory/{host._number}"
 
     async def dial_back(self, peer_id: str, port: int) -> str:
         """The peer's address if it can be dialled (``port`` is its number); else ``PeerError``."""
@@ -467,6 +471,7 @@ class MemorySwarm:
         bandwidth: float | None = None,
         upload: float | None = None,
         dialable: bool = True,
+        outside: str = "",
         number: int | None = None,
     ) -> AsyncIterator[MemoryNetwork]:
         """Run a host named ``peer_id``; ``latency_s`` and ``bandwidth`` are those of its own line;
@@ -474,6 +479,7 @@ class MemorySwarm:
 
         One that is not ``dialable`` announces its address as any other, as a program behind
         a home router does, and whoever dials it waits in vain.
+        ``outside``: as the host's attribute; many may share one, as behind a provider's NAT.
         ``number``: in its address, where that is to be one of an earlier life; a new one by default.
         A link's latency is the larger of its two ends', its bandwidth the smaller.
         """
@@ -486,7 +492,7 @@ class MemorySwarm:
         async with trio.open_nursery() as nursery:
             handlers: trio.Nursery = await nursery.start(_hold_open)
             host = MemoryNetwork(self, peer_id, handlers, number)
-            host.dialable = dialable
+            host.dialable, host.outside = dialable, outside
             self._hosts[peer_id] = self._places[_place(host._address)] = host
             try:
                 yield host

@@ -452,7 +452,7 @@ class ServerSession:
         try:
             reply = await self._handle(message)
         except RefusedError as error:
-            reply = Refusal(id=_id(message), code=error.code[:64] or "refused", message=str(error)[:500])
+            reply = Refusal(id=_id(message), code=error.wire_code, message=str(error)[:500])
         except Exception:
             log.exception("answering %s of %s failed", type(message).__name__, self.peer_id)
             text = "the coordinator failed while answering; its log says more"

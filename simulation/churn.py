@@ -56,15 +56,12 @@ def plan(scenario: Scenario, seed: int) -> list[Planned]:
     """Everything that happens from outside, by time."""
     swarm = scenario.swarm
     acts: list[Planned] = []
-    count = swarm.nodes
-    arrivals = [(drawn(seed, "arrival", name(n)).uniform(0, swarm.arrive_s), name(n)) for n in range(count)]
-    for happening in scenario.happens:
-        if happening.what == "flash-crowd":
-            more = round(happening.share * swarm.nodes)
-            for number in range(count, count + more):
-                spread = drawn(seed, "arrival", name(number)).uniform(0, max(1.0, happening.over_s))
-                arrivals.append((happening.at_s + spread, name(number)))
-            count += more
+    first = range(swarm.nodes)
+    arrivals = [(drawn(seed, "arrival", name(n)).uniform(0, swarm.arrive_s), name(n)) for n in first]
+    for happening, numbers in scenario.crowds:
+        for number in numbers:
+            spread = drawn(seed, "arrival", name(number)).uniform(0, max(1.0, happening.over_s))
+            arrivals.append((happening.at_s + spread, name(number)))
     sessions: dict[str, list[tuple[float, float]]] = {}
     for at, who in arrivals:
         sessions[who] = _sessions(scenario, drawn(seed, "session", who), at)

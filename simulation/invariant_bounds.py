@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sized
 from dataclasses import fields
 from typing import Any
@@ -88,6 +89,18 @@ def work_for(state: State, spec: RunSpec, key: bytes, now_ms: int) -> bool:
     if node is not None and (node.banned_until > now_ms or node.quiet_until > now_ms or node.strikes):
         return False
     return outstanding_groups(state) < capacity(state, spec.rollout)
+
+
+def check_newcomers(known: Counter[str], now_s: float, per_day: int) -> None:
+    """That no internet address brought more new keys than there may be; ``known``: keys by address.
+
+    Raises:
+        Broken: one did.
+    """
+    most = per_day * (1 + int(now_s // 86_400))
+    for address, count in known.items():
+        if address and count > most:
+            raise Broken("newcomers-bounded", f"{count} new keys came from {address}, at most {most} may")
 
 
 def is_waiting(state: NodeState) -> bool:

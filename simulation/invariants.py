@@ -30,7 +30,9 @@ published-signed, version-signed
                       what is published, and what a node loads, is what the operator signed
 receipts-match        a node's receipts are the ledger's entries, and none is missing
 shards-verified       nobody but who spoils shards is caught with one, no store holds one
-waiting-bounded       no node waits for long while the coordinator is in reach and has work
+waiting-bounded       no node waits for long while the coordinator is in reach and has work,
+                      but for new keys from an address that has brought as many as it may
+newcomers-bounded     ... which no address exceeds
 memory-bounded        the coordinator remembers what nodes and open work explain
 no-busy-loop          nor does anybody run more often than what happens explains
 no-defect             no daemon, no coordinator ended by an exception
@@ -39,6 +41,7 @@ no-defect             no daemon, no coordinator ended by an exception
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,10 +51,12 @@ import trio
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Submitted
 from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.node.model import Event
 from barnraise.simulation.invariant_bounds import (
     WAIT_S,
     check_leases,
+    check_newcomers,
     check_state,
     check_waiting,
     is_waiting,
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
 __all__ = ["Broken", "Invariants"]
 
 LOOK_S = 30.0
+PER_DAY = NewcomerLimits().per_day
 SETTLED_S = 60.0  # connected for so long, a node has all of its receipts
 
 
@@ -146,6 +152,7 @@ class Invariants:
                 self._try(check_leases, core.state, now)
             self._try(check_state, core.state, hub, len(record.leases) + len(record.waiting))
             self._try(check_reports, hub, *self._peers())
+            self._try(check_newcomers, self._came_from(core), world.now, PER_DAY)
             self._try(check_log, record, *core.head)
             if len(core.ledger) == len(record.log):  # else the state is ahead of the disk
                 self._try(record.check_credit, core.state)
@@ -243,10 +250,22 @@ class Invariants:
         done = -1 if transfer is None else transfer.done
         moves = done >= 0 and done != self._moved.get(node.name, -1)
         self._moved[node.name] = done
-        if moves or not is_waiting(ctx.state) or not work_for(core.state, core.spec, node.key, ms):
+        idle = moves or not is_waiting(ctx.state) or not work_for(core.state, core.spec, node.key, ms)
+        if idle or self._must_wait(node, core):
             self._waits.pop(node.name, None)
             return
         check_waiting(node.name, ctx.state, now - self._waits.setdefault(node.name, now), self._wait_s)
+
+    def _must_wait(self, node: Node, core: Core) -> bool:
+        """Whether it is new, and comes from where as many new keys came from as may."""
+        outside = node.traits.outside
+        new = outside != "" and node.key not in core.state.nodes
+        return new and self._came_from(core)[outside] >= PER_DAY
+
+    def _came_from(self, core: Core) -> Counter[str]:
+        """How many keys that the coordinator knows came from each internet address ("": from none)."""
+        nodes = self._known()[0].nodes.values()
+        return Counter(node.traits.outside for node in nodes if node.key in core.state.nodes)
 
     def _settled_entries(self, node: Node) -> int:
         """How many ledger entries were there while the node was connected for long enough; 0: it was not."""

@@ -115,7 +115,7 @@ class Lives:
     ) -> None:
         rng = drawn(self._seed, f"life {node.lives}", node.name)
         line = node.traits.line
-        options: dict[str, Any] = {"dialable": node.traits.dialable}
+        options: dict[str, Any] = {"dialable": node.traits.dialable, "outside": node.traits.outside}
         if line is not None:
             options |= {
                 "latency_s": line.latency_ms / 1000,

@@ -7,10 +7,11 @@ refused, because a typing error would otherwise be a scenario in which nothing h
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -19,7 +20,9 @@ from barnraise.protocol.errors import BarnraiseError
 
 Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-CheatKind = Literal["stale", "other-model", "logprobs", "tokens", "truncate", "replay", "copy", "garbage"]
+RolloutCheat = Literal["stale", "other-model", "logprobs", "tokens", "truncate", "replay", "copy", "garbage"]
+BlockCheat = Literal["stale", "replay", "copy", "noise", "untrained", "lazy", "scaled"]
+CheatKind = RolloutCheat | BlockCheat
 What = Literal[
     "flash-crowd",
     "mass-exit",
@@ -44,13 +47,17 @@ class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Swarm(_Part, frozen=True):
-    """Who is there. ``arrive_s``: the first ``nodes`` come spread over so long."""
+    """Who is there. ``arrive_s``: the first ``nodes`` come spread over so long.
+
+    ``network``: each has an address drawn from it, as "203.0.113.0/24"; "": none of the internet's.
+    """
 
     nodes: Annotated[int, Meta(ge=1, le=20_000)] = 30
     hours: Annotated[float, Meta(gt=0, le=24 * 14)] = 0.5
     arrive_s: Seconds = 60.0
     latency_ms: Annotated[float, Meta(ge=0, le=10_000)] = 30.0
     heartbeat_s: Annotated[float, Meta(ge=1, le=60)] = 5.0
+    network: Annotated[str, Meta(max_length=64)] = ""
     tree: bool = True  # take part in the broadcast tree
     nat_share: Share = 0.0  # behind a router that lets nobody in
     corrupt_share: Share = 0.0  # send shards with a flipped bit
@@ -79,6 +86,24 @@ class Work(_Part, frozen=True):
     versions: Annotated[int, Meta(ge=1, le=65_536)] = 10_000
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 900.0
     deadline_s: Annotated[float, Meta(gt=0, le=1e6)] = 1800.0
+
+
+class Blocks(_Part, frozen=True):
+    """A run of phase "blocks": how the model is cut, and what a round asks for.
+
+    ``places``: of a round, per node of the swarm, all blocks together; a node takes one of each block at
+    most. ``quorum``: the share of a block's places that is enough once ``round_s`` is over. ``weights``: of
+    each block; ``posttrain``: go on by rewards, with [work]'s settings, once the blocks were put together.
+    """
+
+    blocks: Annotated[int, Meta(ge=1, le=16)] = 2
+    places: Annotated[float, Meta(gt=0, le=16)] = 0.8
+    quorum: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    rounds: Annotated[int, Meta(ge=1, le=65_000)] = 1000
+    round_s: Annotated[float, Meta(gt=0, le=1e6)] = 1800.0
+    segments: Annotated[int, Meta(ge=1, le=64)] = 8  # of a unit
+    weights: Annotated[int, Meta(ge=8, le=2**20)] = 256
+    posttrain: bool = False
 
 
 class Churn(_Part, frozen=True):
@@ -113,7 +138,8 @@ class Happening(_Part, frozen=True):
     """Something happens at ``at_s`` to a share of the nodes, and ends after ``for_s`` (0: it stays).
 
     ``by_s``: what is meant by how much, for ``skew``. ``over_s``: spread over so long.
-    For ``flash-crowd``, ``share`` is how many come, of ``swarm.nodes``. ``to``: the protocol version
+    For ``flash-crowd``, ``share`` is how many come, of ``swarm.nodes``, and ``network`` where from, as for
+    ``Swarm`` ("203.0.113.7": all from one address). ``to``: the protocol version
     that whoever is upgraded speaks from then on, as "1.1"; "": the one it spoke. A coordinator that
     is upgraded goes on serving older minors for ``grace_s``, and no longer.
     """
@@ -126,6 +152,7 @@ class Happening(_Part, frozen=True):
     by_s: Annotated[float, Meta(ge=-1e7, le=1e7)] = 0.0
     to: Annotated[str, Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?$")] = ""
     grace_s: Seconds = 0.0
+    network: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Scenario(_Part, frozen=True):
@@ -133,8 +160,10 @@ class Scenario(_Part, frozen=True):
 
     name: Annotated[str, Meta(max_length=64)] = "unnamed"
     description: Annotated[str, Meta(max_length=2000)] = ""
+    phase: Literal["rollouts", "blocks"] = "rollouts"
     swarm: Swarm = Swarm()
     work: Work = Work()
+    blocks: Blocks = Blocks()
     churn: Churn = Churn()
     lines: tuple[Line, ...] = ()
     cheats: tuple[Cheat, ...] = ()
@@ -144,6 +173,17 @@ class Scenario(_Part, frozen=True):
     def end_s(self) -> float:
         """When it is over, in virtual seconds."""
         return self.swarm.hours * 3600
+
+    @property
+    def crowds(self) -> list[tuple[Happening, range]]:
+        """The flash crowds, and which numbers each has: they go on behind those who are there first."""
+        found, count = [], self.swarm.nodes
+        for happening in self.happens:
+            if happening.what == "flash-crowd":
+                more = round(happening.share * self.swarm.nodes)
+                found.append((happening, range(count, count + more)))
+                count += more
+        return found
 
 
 def read_scenario(text: str, name: str) -> Scenario:
@@ -159,6 +199,10 @@ def read_scenario(text: str, name: str) -> Scenario:
         raise ScenarioError(f"scenario {name} is no valid TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ScenarioError(f"scenario {name}: {error}; {_cure(str(error))}") from None
+    _check_network(name, scenario.swarm.network)
+    for happening in scenario.happens:
+        _check_network(name, happening.network)
+    _check_phase(scenario, "blocks" in values)
     for what, shares in (("lines", scenario.lines), ("cheats", scenario.cheats)):
         total = sum(item.share for item in shares)
         if total > 1 + 1e-9:
@@ -166,6 +210,28 @@ def read_scenario(text: str, name: str) -> Scenario:
                 f"scenario {name}: the shares of [[{what}]] add up to {total:g}: make it 1 at most"
             )
     return scenario
+
+
+def _check_network(name: str, text: str) -> None:
+    try:
+        ipaddress.ip_network(text or "::")
+    except ValueError as error:
+        raise ScenarioError(
+            f'scenario {name}: network: {error}; write "203.0.113.7", or "203.0.113.0/24"'
+        ) from None
+
+
+def _check_phase(scenario: Scenario, has_blocks: bool) -> None:
+    """Refuse what another phase's scenario would mean."""
+    if has_blocks and scenario.phase != "blocks":
+        raise ScenarioError(f'scenario {scenario.name}: [blocks] is for phase = "blocks": add that line')
+    kinds: tuple[str, ...] = get_args(BlockCheat if scenario.phase == "blocks" else RolloutCheat)
+    for cheat in scenario.cheats:
+        if cheat.kind not in kinds:
+            raise ScenarioError(
+                f"scenario {scenario.name}: nobody cheats by {cheat.kind!r} in phase {scenario.phase}: "
+                f"choose one of {', '.join(kinds)}"
+            )
 
 
 def load_scenario(which: str) -> Scenario:
@@ -204,6 +270,7 @@ def _cure(problem: str) -> str:
     parts: dict[str, type[Struct]] = {
         "$.swarm": Swarm,
         "$.work": Work,
+        "$.blocks": Blocks,
         "$.churn": Churn,
         "$.lines[": Line,
         "$.cheats[": Cheat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -17,7 +18,10 @@ _PACKET = 1460 * 8  # bits of payload in an Ethernet frame over TCP
 
 @dataclass(frozen=True)
 class Traits:
-    """``speed``: tokens per second. ``skew_s``: how far the clock is ahead. ``line``: None: ideal."""
+    """``speed``: tokens per second. ``skew_s``: how far the clock is ahead. ``line``: None: ideal.
+
+    ``outside``: the internet address that it comes from, as ``/ip4/203.0.113.7``; "": none of the internet's.
+    """
 
     speed: float
     line: Line | None = None
@@ -25,6 +29,7 @@ class Traits:
     corrupt: bool = False
     cheat: str = ""
     skew_s: float = 0.0
+    outside: str = ""
 
 
 def identity_of(seed: int, name: str) -> Identity:
@@ -56,6 +61,7 @@ def draw_traits(scenario: Scenario, seed: int, name: str) -> Traits:
         corrupt=at("corrupt") < swarm.corrupt_share,
         cheat=_pick(at("cheat"), [(item.share, item.kind) for item in scenario.cheats]) or "",
         skew_s=drawn(seed, "skew", name).uniform(-swarm.skew_s, swarm.skew_s),
+        outside=_outside(scenario, seed, name),
     )
 
 
@@ -71,6 +77,18 @@ def _place(seed: int, purpose: str, name: str, count: int) -> float:
     if name[:1] == "n" and name[1:].isdecimal():
         return (_order(seed, purpose, count)[int(name[1:]) % count] + 0.5) / count
     return drawn(seed, purpose, name).random()
+
+
+def _outside(scenario: Scenario, seed: int, name: str) -> str:
+    """An address of the network that ``name`` comes from."""
+    number = int(name[1:]) if name[:1] == "n" and name[1:].isdecimal() else 0
+    networks = [happening.network for happening, numbers in scenario.crowds if number in numbers]
+    text = networks[0] if networks else scenario.swarm.network
+    if not text:
+        return ""
+    network = ipaddress.ip_network(text)
+    host = network[drawn(seed, "outside", name).randrange(network.num_addresses)]
+    return f"/ip{host.version}/{host}"
 
 
 def _pick(at: float, shares: list[tuple[float, T]]) -> T | None:

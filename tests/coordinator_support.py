@@ -17,6 +17,7 @@ import trio
 from barnraise.coordinator.audit import Pressure
 from barnraise.coordinator.core import in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.presets import demo
 from barnraise.coordinator.run_file import Keep
 from barnraise.coordinator.server import run_coordinator
@@ -228,6 +229,7 @@ async def coordinating(
     mirrors: tuple[str, ...] = (),
     pressure: Pressure | None = None,
     keep: Keep = Keep(),
+    newcomers: NewcomerLimits = NewcomerLimits(),
 ) -> AsyncIterator[Coordinator]:
     """Run the coordinator of ``folder`` in memory for the length of the block."""
     verifier = verifier or FakeVerifier()
@@ -250,6 +252,7 @@ async def coordinating(
                 mirrors=mirrors,
                 pressure=pressure,
                 keep=keep,
+                newcomers=newcomers,
             )
             state = await nursery.start(serve)
             yield Coordinator(run, verifier, learner, network, state, lines, nursery.cancel_scope)
@@ -336,11 +339,11 @@ class ScriptedNode:
 
 @asynccontextmanager
 async def node(
-    swarm: MemorySwarm, coordinator: Coordinator, seed: bytes = b"n", join: bool = True
+    swarm: MemorySwarm, coordinator: Coordinator, seed: bytes = b"n", join: bool = True, outside: str = ""
 ) -> AsyncIterator[ScriptedNode]:
-    """A joined node on a host of its own."""
+    """A joined node on a host of its own. ``outside``: the internet address that it comes from."""
     identity = Identity.from_private_bytes(seed * 32)
-    async with swarm.network(identity.peer_id) as network:
+    async with swarm.network(identity.peer_id, outside=outside) as network:
         async with attached(network, coordinator, identity, join) as scripted:
             yield scripted
 

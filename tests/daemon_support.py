@@ -331,6 +331,7 @@ async def node(
     asleep: Callable[[], float] | None = None,
     wall_ahead: Callable[[], float] = lambda: 0.0,
     approve: Approve | None = None,
+    outside: str = "",
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A running daemon, cancelled (as by kill -9, as far as the disk is concerned) on leaving."""
@@ -338,7 +339,7 @@ async def node(
     config = NodeConfig(address=address, name="n", **{**places, **settings})
     identity = identity or Identity.generate()
     engine = engine or ScriptedEngine()
-    async with swarm.network(identity.peer_id) as network, trio.open_nursery() as nursery:
+    async with swarm.network(identity.peer_id, outside=outside) as network, trio.open_nursery() as nursery:
         started: list[Node] = []
 
         async def live(task_status: Any) -> None:

@@ -46,10 +46,12 @@ def test_every_scenario_of_the_package_loads_says_what_it_is_and_plans_something
         ("[swarm]\nnods = 3", "unknown field `nods`.*the keys there are nodes, hours"),
         ("[[happens]]\nat_s = 1\nwhat = 'rain'", "Invalid enum value"),
         ("[swarm]\nnodes = 0", ">= 1"),
+        ("[swarm]\nnetwork = '203.0.113.7/24'", "has host bits set; write"),
+        ("[[happens]]\nat_s = 1\nwhat = 'flash-crowd'\nnetwork = 'home'", "network: .*home"),
         ("[swarm", "no valid TOML"),
         ("[[cheats]]\nkind='stale'\nshare=0.7\n[[cheats]]\nkind='copy'\nshare=0.7", r"add up to 1\.4"),
     ],
-    ids=["unknown-key", "unknown-event", "out-of-bounds", "no-toml", "shares"],
+    ids=["unknown-key", "unknown-event", "out-of-bounds", "host-bits", "no-network", "no-toml", "shares"],
 )
 def test_a_scenario_that_is_not_usable_is_refused_with_what_would_do(text: str, complaint: str) -> None:
     with pytest.raises(ScenarioError, match=complaint):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from test_planted_faults import forget_leases_on_restart
 
 from barnraise.simulation.churn import Planned
@@ -69,6 +70,30 @@ def test_old_nodes_are_told_in_time_then_turned_away_and_lose_nothing(tmp_path: 
     assert len(ended) == 4  # in the end nobody spoke 2.0 yet
     assert len(saying(events, "it needs 2.x")) == 4
     assert {event["node"] for event in events if event["what"] == "judged" and event["t"] > 270} == set(ended)
+
+
+def test_one_address_brings_so_many_new_keys_and_whoever_comes_from_elsewhere_does_not_notice(
+    tmp_path: Path,
+) -> None:
+    swarm = Swarm(nodes=3, hours=0.015, arrive_s=1, model_bytes=8192, shard_bytes=2048, tree=False)
+    scenario = Scenario(
+        swarm=structs.replace(swarm, network="2001:db8::/32"),
+        work=Work(unit_s=300),  # what they work at is another matter
+        happens=(
+            Happening(at_s=10, what="flash-crowd", share=24, network="203.0.113.7"),
+            Happening(at_s=20, what="flash-crowd", share=2, over_s=20, network="198.18.0.0/15"),
+        ),
+    )
+    checks = Invariants(wait_s=60.0)
+    outcome = simulate(scenario, 3, tmp_path, watch=[checks.watch], final=[checks.final], lines=True)
+    assert outcome.error is None
+    events = list(read_log(outcome.log_path))
+    away = saying(events, "64 keys a day that it has never seen")
+    assert len(away) == 72 - 64
+    assert all(3 <= int(name[1:]) < 75 for name in away)
+    inside = saying(events, "joined run")
+    assert len(inside) == 3 + 64 + 6
+    assert not inside & away
 
 
 def test_a_failure_in_a_large_swarm_shrinks_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def run(
 ) -> None:
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
+    from barnraise.coordinator.newcomers import NewcomerLimits
     from barnraise.coordinator.run_file import floor_of, operating
     from barnraise.coordinator.scale import read_spread
     from barnraise.coordinator.web.gate import Access
@@ -201,6 +202,7 @@ def run(
             keep=file.keep,
             guards=file.guards,
             floor=floor_of(file.serve),
+            newcomers=NewcomerLimits(file.serve.new_keys_per_day, file.serve.limit_private),
         )
     except PeerError as error:  # an address that is malformed or taken
         hint = "--http" if "--http" in str(error) else "--listen"

@@ -128,6 +128,13 @@ def _coordinator(state: dict[str, Any], now: float) -> Iterator[Row]:
     for address in state.get("addresses", []):
         yield "join with", f"barnraise join {address}"
     yield "nodes", f"{state.get('nodes_live', 0)} here, {state.get('nodes_known', 0)} known"
+    newcomers = state.get("newcomers") or {}
+    if newcomers.get("turned_away_1h"):
+        yield (
+            "new keys",
+            f"{newcomers['turned_away_1h']} turned away within the last hour: more than "
+            f"{newcomers['per_day']} a day came from their addresses",
+        )
     for node in state.get("nodes", []):
         counts = f"{node.get('accepted', 0)} accepted, {node.get('rejected', 0)} rejected"
         verdict = node.get("last_verdict") or "none yet"

@@ -58,6 +58,7 @@ class Metrics:
             return
         yield from _gauges(self._view)
         yield from _counters(self._view, self._flow)
+        yield from _newcomers(self._view["newcomers"] or {})
         for name, help_, histogram in (
             ("barnraise_work_seconds", "From a lease to its submission, by our clock.", self._flow.working),
             ("barnraise_verdict_seconds", "From a submission to its verdict.", self._flow.judging),
@@ -132,6 +133,26 @@ def _counters(view: View, flow: Flow) -> Iterator[Metric]:
         ("network_sent_bytes", "Bytes sent to nodes since the start.", broadcast["bytes_out"]),
     ):
         yield CounterMetricFamily(f"barnraise_{name}", help_, value=float(value))
+
+
+def _newcomers(counts: dict[str, int]) -> Iterator[Metric]:
+    for kind, name, help_, key in (
+        (
+            GaugeMetricFamily,
+            "new_keys_waiting",
+            "New keys turned away within the last hour.",
+            "turned_away_1h",
+        ),
+        (CounterMetricFamily, "new_keys", "Keys never seen before that came in since the start.", "let_in"),
+        (
+            CounterMetricFamily,
+            "new_keys_refused",
+            "Attempts of others, too many from there, likewise.",
+            "refused",
+        ),
+    ):
+        if key in counts:
+            yield kind(f"barnraise_{name}", help_, value=float(counts[key]))
 
 
 def _histogram(name: str, help_: str, histogram: Histogram) -> Metric:

@@ -162,6 +162,11 @@ _RUN = _object(
         "held_out": _maybe("number"),
         "curves": _object({"reward": _CURVE, "held_out": _CURVE}),
         "nodes": _object({"known": _COUNT, "live": _COUNT}),
+        "newcomers": {
+            **_maybe("object"),
+            "description": "keys never seen before: per_day from one address (0: no limit), let_in and "
+            "attempts refused since the start, turned_away_1h",
+        },
         "work": _object(dict.fromkeys(("accepted", "rejected", "queue", "leases_open"), _COUNT)),
         "rates": _object(
             dict.fromkeys(("seconds", "accepted_per_min", "tokens_per_s", "mflop_per_s"), _NUMBER)

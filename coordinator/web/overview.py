@@ -56,6 +56,7 @@ def overview(core: Core, hub: Hub, flow: Flow, index: IndexBelt, state: dict[str
             "held_out": thinned(state["accuracy"], CURVE_POINTS),
         },
         "nodes": {"known": state["nodes_known"], "live": state["nodes_live"]},
+        "newcomers": state["newcomers"],
         "work": {
             name: state[name]
             for name in (
