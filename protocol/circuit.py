@@ -126,7 +126,7 @@ class Circuits:
             answer.status = OK  # type: ignore[assignment]
             await write_message(stream, answer)
             assert isinstance(stream, Libp2pStream)
-            muxed = await self._network.adopt(
+            muxed = await self._network.outbound.adopt(
                 stream, caller, initiator=False, bulk=_is_bulk(offer.limit.data)
             )
             try:
@@ -213,7 +213,9 @@ class Circuits:
         try:
             settled = self._settled[peer] = trio.Event()
             self._witnessed[peer] = tuple(places(reply.peer.addrs))
-            muxed = await self._network.adopt(stream, peer, initiator=True, bulk=_is_bulk(reply.limit.data))
+            muxed = await self._network.outbound.adopt(
+                stream, peer, initiator=True, bulk=_is_bulk(reply.limit.data)
+            )
             with trio.move_on_after(STEP_S + PUNCH_S):
                 await settled.wait()
         except BaseException:

@@ -1,8 +1,8 @@
 """The network for real: py-libp2p over TCP, Noise and yamux, with its traps closed.
 
 libp2p does the handshakes, the negotiation of protocols and the bookkeeping of
-connections. Listening, dialling, the limits and everything per frame (see
-``barnraise.protocol.yamux``) are ours, because there py-libp2p 0.8.1 lets a remote
+connections. Listening, dialling (``libp2p_outbound``), the limits (``libp2p_inbound``) and
+everything per frame (``yamux``) are ours, because there py-libp2p 0.8.1 lets a remote
 peer exhaust memory, take the process down, or hold every inbound slot.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import socket
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -25,7 +24,6 @@ from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.network.config import ConnectionConfig
-from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
@@ -35,32 +33,26 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from barnraise.protocol.addresses import household, parse_address, parse_circuit
+from barnraise.protocol.addresses import parse_address, parse_circuit
 from barnraise.protocol.circuit import Circuits
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.libp2p_dial import open_from, open_tcp, reserve_port
+from barnraise.protocol.libp2p_dial import reserve_port
+from barnraise.protocol.libp2p_inbound import HANDSHAKE_TIMEOUT_S, Inbound
 from barnraise.protocol.libp2p_listen import MAX_ADDRESSES, dialable, listen_on
 from barnraise.protocol.libp2p_log import quiet_libp2p
-from barnraise.protocol.libp2p_stream import CircuitStream, CountedStream, Libp2pStream, OnlyGuardedYamux
+from barnraise.protocol.libp2p_outbound import DIAL_TIMEOUT_S, Outbound
+from barnraise.protocol.libp2p_stream import Libp2pStream, OnlyGuardedYamux
 from barnraise.protocol.network import Handler, Way
 from barnraise.protocol.yamux import GuardedYamux
 from barnraise.protocol.yamux_stream import GuardedStream
 
 log = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = 10.0
-DIAL_BACK_S = 5.0
-PUNCH_TRY_S = 2.5
-HANDSHAKE_TIMEOUT_S = 5.0  # inbound: from the first byte to a multiplexed connection
 OPEN_TIMEOUT_S = 10.0
 NEGOTIATION_TIMEOUT_S = 5
 MAX_CONNECTIONS = 2048
-MAX_HALF_OPEN = 256
-MAX_HALF_OPEN_PER_ADDRESS = 32
-MAX_PER_ADDRESS = 256
 MAX_CONNECTIONS_PER_PEER = 4
-MAX_HANDLERS_PER_CONNECTION = 128
 MAX_KNOWN_PEERS = 4096
 
 
@@ -69,6 +61,7 @@ class Libp2pNetwork:
 
     Attributes:
         bytes_in, bytes_out: bytes over all sockets since the start, encryption included.
+        outbound: makes connections; for ``barnraise.protocol.circuit``.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -99,16 +92,14 @@ class Libp2pNetwork:
         self._host.multiselect.remove_handler(ID_PUSH)  # it fills the peer store with what anybody says
         for notifee in tuple(self._swarm.notifees):  # they would ask every peer to identify itself
             self._swarm.remove_notifee(notifee)
-        self._serve_stream = self._host._swarm_stream_handler
-        self._swarm.set_stream_handler(self._guarded)
+        self._inbound = Inbound(self._swarm, self, self._host._swarm_stream_handler)
+        self._swarm.set_stream_handler(self._inbound.serve)
+        self.outbound = Outbound(self._swarm, self)
         self._peer_id = identity.peer_id
         self._addresses: tuple[str, ...] = ()
         self._known: OrderedDict[str, list[str]] = OrderedDict()
         self._dials: dict[str, trio.Lock] = {}
-        self._source: int | None = None  # the port that connections leave from, if it is fixed
         self.circuits: Circuits | None = None
-        self._half_open: Counter[str] = Counter()
-        self._open: Counter[str] = Counter()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -164,7 +155,7 @@ class Libp2pNetwork:
             async with turn:
                 if self._connection(peer_id) is None:
                     if circuit is None:
-                        await self._dial(address, host, port, peer_id)
+                        await self.outbound.dial(address, host, port, peer_id)
                     else:
                         await self._dial_through(circuit[0], peer_id)
         finally:
@@ -223,18 +214,7 @@ class Libp2pNetwork:
             raise PeerError(f"it is not known where {peer_id} is")
         ip = place[0]
         address = f"/ip{ip.version}/{ip}/tcp/{port}/p2p/{peer_id}"
-        tcp: trio.SocketStream | None = None
-        try:
-            with trio.fail_after(DIAL_BACK_S):
-                tcp = await trio.open_tcp_stream(str(ip), port)
-                raw = RawConnection(CountedStream(tcp, self), True)
-                await self._swarm.upgrader.upgrade_security(raw, True, ID.from_string(peer_id))
-        except trio.TooSlowError as error:
-            raise PeerError(f"{address} did not answer within {DIAL_BACK_S:.0f} s") from error
-        except Exception as error:
-            raise PeerError(f"cannot connect to {address}: {_reason(error)}") from error
-        finally:
-            await _drop(tcp)
+        await self.outbound.prove(address, str(ip), port, peer_id)
         return address
 
     def _place(self, peer_id: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
@@ -304,31 +284,6 @@ class Libp2pNetwork:
         while len(self._known) > MAX_KNOWN_PEERS:
             self._known.popitem(last=False)
 
-    async def _dial(self, address: str, host: str, port: int, peer_id: str) -> None:
-        # One address by hand: Swarm.dial_peer tries a single one, waits 250 ms and blocks the peer for 60 s.
-        tcp: trio.SocketStream | None = None
-        try:
-            with trio.fail_after(DIAL_TIMEOUT_S):
-                tcp = await open_tcp(host, port, self._source)
-                raw = RawConnection(CountedStream(tcp, self), True)
-                made = await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
-                made.muxed_conn.local_port = int(tcp.socket.getsockname()[1])
-        except trio.TooSlowError as error:
-            await _drop(tcp)
-            raise PeerError(f"{address} did not answer within {DIAL_TIMEOUT_S:.0f} s") from error
-        except Exception as error:
-            await _drop(tcp)
-            reason = _reason(error)
-            if "does not correspond" in reason or "mismatch" in reason.lower():
-                raise PeerError(
-                    f"another peer answers at {address}, with another key than the address names: "
-                    "ask for the present address"
-                ) from error
-            raise PeerError(f"cannot connect to {address}: {reason}") from error
-        except BaseException:
-            await _drop(tcp)
-            raise
-
     # --- ways around NAT, for ``barnraise.protocol.circuit``
 
     async def _dial_through(self, relay_address: str, peer_id: str) -> None:
@@ -339,16 +294,6 @@ class Libp2pNetwork:
             await self.circuits.dial(relay, peer_id)
         except MalformedError as error:
             raise PeerError(f"cannot reach {peer_id} through {relay}: {error}") from error
-
-    async def adopt(self, stream: Libp2pStream, peer_id: str, *, initiator: bool, bulk: bool) -> GuardedYamux:
-        """Make a connection to ``peer_id`` out of a stream through a relay.
-
-        Raises:
-            PeerError: the handshake failed, or somebody else is at the other end.
-        """
-        muxed = await self._upgrade(RawConnection(cast(Any, CircuitStream(stream)), initiator), peer_id)
-        muxed.way, muxed.usable = "relayed", bulk
-        return muxed
 
     async def punch(self, peer_id: str, host: str, port: int, *, via: str, initiator: bool) -> None:
         """Connect to ``host`` while it connects to us. One side is the ``initiator`` of what follows.
@@ -362,65 +307,11 @@ class Libp2pNetwork:
         source = next((muxed.local_port for muxed in self._connections(via) if muxed.local_port), None)
         if source is None:
             raise PeerError(f"we have not dialled the relay {via}: there is no port to punch from")
-        tcp: trio.SocketStream | None = None
-        try:
-            with trio.fail_after(PUNCH_TRY_S):
-                tcp = await open_from(source, host, port)
-            muxed = await self._upgrade(RawConnection(CountedStream(tcp, self), initiator), peer_id)
-        except (OSError, trio.TooSlowError) as error:
-            await _drop(tcp)
-            raise PeerError(_reason(error) if isinstance(error, OSError) else "no answer") from error
-        except BaseException:
-            await _drop(tcp)
-            raise
-        muxed.way = "hole-punched"
+        await self.outbound.punch(source, peer_id, host, port, initiator=initiator)
 
     async def ended(self, muxed: GuardedYamux) -> None:
         """Wait for the end of a connection."""
         await muxed.event_closed.wait()
-
-    async def _upgrade(self, raw: RawConnection, peer_id: str) -> GuardedYamux:
-        try:
-            with trio.fail_after(HANDSHAKE_TIMEOUT_S):
-                if raw.is_initiator:
-                    made = await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
-                else:
-                    made = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr("/tcp/0"))
-        except Exception as error:
-            raise PeerError(f"the handshake with {peer_id} failed: {_reason(error)}") from error
-        muxed: GuardedYamux = made.muxed_conn if raw.is_initiator else made
-        if str(muxed.peer_id) != peer_id:
-            await muxed.close()
-            raise PeerError(f"somebody else is there: {muxed.peer_id}")
-        return muxed
-
-    async def _accept(self, tcp: trio.SocketStream) -> None:
-        """Serve one inbound TCP connection to its end. Never raises but on cancellation."""
-        try:
-            place = household(str(tcp.socket.getpeername()[0]))
-        except OSError:
-            return
-        if (
-            self._half_open.total() >= MAX_HALF_OPEN
-            or self._half_open[place] >= MAX_HALF_OPEN_PER_ADDRESS
-            or self._open[place] >= MAX_PER_ADDRESS
-        ):
-            return
-        self._open[place] += 1
-        try:
-            self._half_open[place] += 1
-            try:
-                raw = RawConnection(CountedStream(tcp, self), False)
-                with trio.fail_after(HANDSHAKE_TIMEOUT_S):
-                    connection = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr("/tcp/0"))
-            finally:
-                _decrease(self._half_open, place)
-            # Swarm's own handler waits for the end of the host instead: its 250 slots never come back.
-            await connection.event_closed.wait()
-        except Exception as error:
-            log.debug("inbound connection from %s failed: %s", place, error)
-        finally:
-            _decrease(self._open, place)
 
     async def _close(self) -> None:
         async with trio.open_nursery() as nursery:  # the host would say goodbye to one after the other
@@ -428,21 +319,6 @@ class Libp2pNetwork:
                 for connection in connections:
                     nursery.start_soon(connection.muxed_conn.close)
         await self._host.close()
-
-    async def _guarded(self, net_stream: Any) -> None:
-        """libp2p's stream handler, such that nothing a peer sends can end the host."""
-        muxed: GuardedStream = net_stream.muxed_stream
-        if muxed.conn.handlers >= MAX_HANDLERS_PER_CONNECTION:
-            muxed.abort("too many streams at once")
-            return
-        muxed.conn.handlers += 1
-        try:
-            await self._serve_stream(net_stream)
-        except Exception as error:
-            log.debug("stream from %s failed: %r", muxed.conn.peer_id, error)
-            muxed.abort("the stream's negotiation failed")
-        finally:
-            muxed.conn.handlers -= 1
 
 
 @asynccontextmanager
@@ -462,7 +338,7 @@ async def open_libp2p(
     holder: socket.socket | None = None
     if circuits:
         holder = reserve_port()
-        network._source = int(holder.getsockname()[1])
+        network.outbound.source = int(holder.getsockname()[1])
         network.circuits = Circuits(network)
     listeners: list[trio.SocketListener] = []
     failure: Exception | None = None
@@ -474,7 +350,7 @@ async def open_libp2p(
         network._host._addrs_factory = lambda _: own  # what identify tells others
         async with background_trio_service(network._swarm), trio.open_nursery() as nursery:
             if listeners:
-                nursery.start_soon(trio.serve_listeners, network._accept, listeners)
+                nursery.start_soon(trio.serve_listeners, network._inbound.accept, listeners)
             try:
                 yield network
             except Exception as error:
@@ -496,29 +372,3 @@ async def open_libp2p(
 
 async def _nothing() -> None:
     pass
-
-
-async def _drop(tcp: trio.SocketStream | None) -> None:
-    if tcp is not None:
-        await trio.aclose_forcefully(tcp)
-
-
-def _decrease(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
-        del counter[key]
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost text of an error and its causes."""
-    text = str(error) or type(error).__name__
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, BaseExceptionGroup):
-            seen = seen.exceptions[0]
-        if isinstance(seen, OSError) and seen.strerror:
-            # trio's text repeats the address in its own notation; a resolver's numbers are negative
-            return os.strerror(seen.errno) if seen.errno and seen.errno > 0 else seen.strerror
-        text = str(seen) or text
-        seen = seen.__cause__
-    return text

@@ -23,15 +23,12 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from barnraise.protocol import libp2p_network, yamux
+from barnraise.protocol import libp2p_inbound, yamux
 from barnraise.protocol.errors import PeerError
 from barnraise.protocol.identity import Identity
+from barnraise.protocol.libp2p_inbound import MAX_HALF_OPEN_PER_ADDRESS
 from barnraise.protocol.libp2p_log import quiet_libp2p
-from barnraise.protocol.libp2p_network import (
-    MAX_HALF_OPEN_PER_ADDRESS,
-    Libp2pNetwork,
-    open_libp2p,
-)
+from barnraise.protocol.libp2p_network import Libp2pNetwork, open_libp2p
 from barnraise.protocol.network import Stream
 from barnraise.protocol.yamux import GuardedYamux
 
@@ -154,7 +151,7 @@ async def test_idle_tcp_connections_do_not_keep_others_out() -> None:
                 sock.connect(("127.0.0.1", port_of(host)))
             crowd.append(sock)
         await trio.sleep(0.3)
-        assert host._half_open.total() <= 3 * MAX_HALF_OPEN_PER_ADDRESS
+        assert host._inbound.half_open.total() <= 3 * MAX_HALF_OPEN_PER_ADDRESS
         began = time.monotonic()
         async with open_libp2p(Identity.generate(), listen=()) as newcomer:
             await newcomer.connect(loopback(host))
@@ -164,7 +161,7 @@ async def test_idle_tcp_connections_do_not_keep_others_out() -> None:
 
 
 async def test_a_connection_that_stays_half_open_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_network, "HANDSHAKE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(libp2p_inbound, "HANDSHAKE_TIMEOUT_S", 1.0)
     async with victim() as host:
         tcp = await trio.open_tcp_stream("127.0.0.1", port_of(host))
         await tcp.send_all(b"\x13/multistream/1.0.0\n")
@@ -172,7 +169,7 @@ async def test_a_connection_that_stays_half_open_is_dropped(monkeypatch: pytest.
             with suppress(trio.BrokenResourceError):
                 while await tcp.receive_some(1000):
                     pass
-            while host._half_open:
+            while host._inbound.half_open:
                 await trio.sleep(0.01)
         await tcp.aclose()
 
@@ -184,9 +181,9 @@ async def test_slots_come_back_when_connections_end() -> None:
                 await network.connect(loopback(host))
                 await network.open_stream(host.peer_id, ECHO)
         with trio.fail_after(30):
-            while host._open:
+            while host._inbound.open:
                 await trio.sleep(0.01)
-        assert not host._half_open
+        assert not host._inbound.half_open
         assert not host._swarm.connections
 
 

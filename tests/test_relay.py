@@ -119,7 +119,7 @@ async def test_two_that_call_each_other_punch_once_however_long_that_takes(
             punches += 1
             await trio.sleep(0.4)
             caller = larger if peer == larger.peer_id else smaller
-            await self._network._dial(caller.addresses[0], *parse_address(caller.addresses[0]))
+            await self._network.outbound.dial(caller.addresses[0], *parse_address(caller.addresses[0]))
             assert caller.circuits is not None
             caller.circuits._settled[self._network.peer_id].set()
             return True
