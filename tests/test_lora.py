@@ -98,7 +98,7 @@ def test_in_bfloat16_the_learner_computes_what_the_verifier_does_to_the_bit(tmp_
     trained(Trainer(setup), 1, unit)
     folder = checkpoint_folder(tmp_path, 1)
     ours = trained_policy(folder, setup.spec, "cpu")
-    theirs = judge._policy(1)
+    theirs = judge._policies.of(1)
     assert {p.dtype for p in lora.adapter_tensors(ours.model).values()} == {torch.float32}
     assert {p.dtype for p in base_of(ours).values()} == {torch.bfloat16}
     with torch.no_grad():

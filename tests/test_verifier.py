@@ -16,6 +16,7 @@ from msgspec import structs
 from spec_support import run_spec
 from torch import Tensor
 
+from barnraise.coordinator import held_policies, measuring
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.verifier import Judge, LocalVerifier
 from barnraise.coordinator.verifier_child import ChildVerifier
@@ -499,10 +500,8 @@ def test_damaged_weights_are_an_error_of_the_run_and_no_verdict(setup: WorkerSet
 def test_recent_versions_stay_in_memory_and_old_ones_make_room(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from barnraise.coordinator import verifier
-
     jobs = [_honest(setup, 60 + version, version=version) for version in range(3)]
-    monkeypatch.setattr(verifier, "_POLICY_BYTES", 1)
+    monkeypatch.setattr(held_policies, "_POLICY_BYTES", 1)
     judge = Judge(setup)
     assert all(result.verdict.accepted for result in judge.judge([*jobs, *jobs]))
     assert len(judge._policies) == 1
@@ -511,14 +510,12 @@ def test_recent_versions_stay_in_memory_and_old_ones_make_room(
 
 
 def test_slices_do_not_change_the_verdict(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    from barnraise.coordinator import verifier
-
     good = [_honest(setup, number) for number in (70, 71)]
     lease = _lease(72)
     bad = _job(lease, _rollouts(_draw(setup, lease, change=_other_model)))
     whole = Judge(setup).judge([good[0], bad, good[1]])
-    monkeypatch.setattr(verifier, "_SLICE_TOKENS", 7)
-    monkeypatch.setattr(verifier, "_LOGIT_ELEMENTS", 100)
+    monkeypatch.setattr(measuring, "_SLICE_TOKENS", 7)
+    monkeypatch.setattr(measuring, "_LOGIT_ELEMENTS", 100)
     cut = Judge(setup).judge([good[0], bad, good[1]])
     assert [(r.verdict.check, r.rewards) for r in cut] == [(r.verdict.check, r.rewards) for r in whole]
 
