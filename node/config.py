@@ -4,6 +4,7 @@ The key lives in the user's configuration folder, outside of the program and of
 the data folder: deleting the downloaded weights never costs anybody their credit (R8).
 
     <config>/barnraise/node.key       the identity, mode 0600
+    <config>/barnraise/node.key.name  what it is called (barnraise.node.key_name)
     <data>/barnraise/                 NodeConfig.data
         lock                          held while a daemon runs; two daemons need two folders
         node.log                      everything that is printed, errors included (R24)

@@ -26,6 +26,7 @@ from barnraise.node.chosen import settled
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve, ask_viewers, forget_typed_ahead
 from barnraise.node.daemon import NodeHandle, Starting, run_node
+from barnraise.node.key_name import settled_name
 from barnraise.node.needs import Field
 from barnraise.node.supervise import AFTER_CRASH, tell_ready
 from barnraise.protocol.addresses import parse_address
@@ -60,6 +61,7 @@ def run_from_config(config: NodeConfig) -> int:
     with _locked(config), _logging(config):
         try:
             identity, created = load_or_create(config.key)
+            config = _named(config, identity)
             _introduce(config, identity, created)
             try:
                 return trio.run(_run, config, identity)
@@ -80,6 +82,15 @@ def _unusable(address: str) -> str:
     except PeerError as error:
         return str(error)
     return ""
+
+
+def _named(config: NodeConfig, identity: Identity) -> NodeConfig:
+    """``config`` with the name that the key had before, if none was given now."""
+    try:
+        return replace(config, name=settled_name(config.key, identity.peer_id, config.name))
+    except StorageError as error:
+        log.warning("the name holds for now, the next start needs it again: %s", error)
+        return config
 
 
 def _introduce(config: NodeConfig, identity: Identity, created: bool) -> None:

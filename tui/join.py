@@ -61,7 +61,10 @@ def join(
         help="Key file, made on first use (default: ~/.config/barnraise/node.key).",
     ),
     name: str | None = typer.Option(
-        None, "--name", metavar="TEXT", help="What others see beside your credit (default: by its key)."
+        None,
+        "--name",
+        metavar="TEXT",
+        help="What others see beside your credit (default: as before with this key, else by its key).",
     ),
     listen: list[str] = typer.Option(
         ["/ip4/0.0.0.0/tcp/0"],
