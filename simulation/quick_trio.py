@@ -57,7 +57,6 @@ def quick_trio(clock: VirtualClock) -> Iterator[None]:
     _inner.__enter__, _inner.__exit__ = _enter, _exit
     _inner.deadline = property(_their_deadline.fget, _set_deadline)
     clock.asks_seldom = False
-    clock.asks_seldom = False
     try:
         yield
     finally:
