@@ -7,7 +7,7 @@ complete; a file that an earlier version has just so is linked to it. What a cra
 leaves is resumed from: shards in the store and in damaged version folders are
 re-hashed, and only the rest is fetched (R23). Where the manifest
 offers a patch from a version on disk, the patch is fetched instead
-(``barnraise.node.patching``); it stays in ``v000012.patches`` and is served on.
+(``barnraise.node.by_patch``); it stays in ``v000012.patches`` and is served on.
 
 Of a version of the block stage a node needs the scaffold and one block: a folder may hold
 some of the manifest's files, and more of them later.
@@ -15,7 +15,6 @@ some of the manifest's files, and more of them later.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -28,16 +27,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from barnraise.node.patching import (
-    PATCHES,
-    Route,
-    apply_route,
-    patch_path,
-    patches_folder,
-    plan,
-    route_patches,
-    write_patch,
-)
+from barnraise.node.by_patch import drop_patches, make_by_patch
+from barnraise.node.patching import PATCHES, patch_path
 from barnraise.node.weights import Fetcher
 from barnraise.protocol.envelope import content_id
 from barnraise.protocol.errors import BarnraiseError, StorageError
@@ -46,7 +37,6 @@ from barnraise.protocol.manifest import (
     entry_shards,
     manifest_bytes,
     manifest_shards,
-    patch_shards,
 )
 from barnraise.protocol.messages import Manifest, Signed
 from barnraise.protocol.shards import off_loop
@@ -54,8 +44,6 @@ from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.version_folder import assemble, folder_matches, remove_parts, version_name
 from barnraise.protocol.wire import decode, encode
-
-log = logging.getLogger(__name__)
 
 KEEP = 3
 FRESH_S = 2.0  # how long a check is believed when an engine is to load what was checked
@@ -241,7 +229,9 @@ class Versions:
                     size,
                     lambda: {d: n for d, n in shards.items() if d in sought and not self._store.verify(d)},
                 )
-                ready, fetched = await self._patched(part, missing, fetcher, scratch, progress)
+                ready, fetched = await make_by_patch(
+                    part, self._bases(part), missing, self._store, self.folder, fetcher, scratch, progress
+                )
                 ready = linked | ready
                 rest = [entry for entry in part.files if entry.path not in ready]
                 needed = {digest for entry in rest for digest in entry.shards}
@@ -281,124 +271,14 @@ class Versions:
                         found[entry.path] = scratch / entry.path
         return found
 
-    async def _patched(
-        self,
-        manifest: Manifest,
-        missing: dict[bytes, int],
-        fetcher: Fetcher,
-        scratch: Path,
-        progress: Callable[[int, int], None],
-    ) -> tuple[dict[str, Path], int]:
-        """Files made in ``scratch`` by patch, by name, and the patches' size in bytes.
-
-        No files if there is no patch, or it was of no use.
-        """
-        held = {}
+    def _bases(self, manifest: Manifest) -> dict[int, Manifest]:
+        """Of the versions that its patches begin with, those on disk."""
+        found = {}
         for base in {patch.base_version for patch in manifest.patches} & set(self.on_disk()):
             saved = self._saved_manifest(base)
             if saved is not None:
-                held[base] = saved
-        routes = plan(manifest, held, missing)
-        if not routes:
-            return {}, 0
-        try:
-            total = await self._fetch_patches(manifest, routes, fetcher, progress)
-            return await self._apply(manifest, routes, scratch, lambda: progress(total, total)), total
-        except BarnraiseError as error:
-            log.warning("version %d is fetched whole, its patch was of no use: %s", manifest.version, error)
-            self._drop_patches(self.path(manifest.version))
-            return {}, 0
-
-    async def _fetch_patches(
-        self,
-        manifest: Manifest,
-        routes: tuple[Route, ...],
-        fetcher: Fetcher,
-        progress: Callable[[int, int], None],
-    ) -> int:
-        """Bring the patch files to disk, whole and checked; return their size in bytes."""
-        patches = route_patches(routes)
-        shards = dict(patch_shards(patches, manifest.shard_size))
-        total = done = sum(shards.values())
-        owner = f"fetch patches of {version_name(manifest.version)}"
-        self._store.pin(owner, shards)
-        try:
-            missing = await off_loop(
-                total, lambda: {d: n for d, n in shards.items() if not self._store.verify(d)}
-            )
-            room = total + sum(route.entry.size for route in routes)
-            self._store.ensure_room(sum(missing.values()), scratch=room)
-            done -= sum(missing.values())
-            progress(done, total)
-
-            def received(more: int) -> None:
-                nonlocal done
-                done += more
-                progress(done, total)
-
-            await fetcher.fetch(manifest, missing, received)
-            folder = self.path(manifest.version)
-
-            def keep() -> None:
-                for patch in patches:
-                    path = patch_path(folder, patch)
-                    write_patch(patch, manifest.shard_size, self._store.get, path)
-                    self._store.adopt(path, entry_shards(patch, manifest.shard_size))
-
-            await off_loop(total, keep)
-        finally:
-            self._store.unpin(owner)
-        return total
-
-    async def _apply(
-        self,
-        manifest: Manifest,
-        routes: tuple[Route, ...],
-        scratch: Path,
-        alive: Callable[[], None],
-    ) -> dict[str, Path]:
-        """Make the routes' files in ``scratch``; cancelled, it ends at the next block."""
-        total = sum(route.entry.size for route in routes)
-        done = 0
-        stopped = False
-
-        def observe(more: int) -> None:  # in the worker thread
-            nonlocal done
-            if stopped:
-                raise StorageError("stopped while a patch was applied")
-            done += more
-
-        def apply() -> dict[str, Path]:
-            folder = self.path(manifest.version)
-            for route in routes:
-                target = scratch / route.entry.path
-                apply_route(route, self.folder, folder, target, manifest.shard_size, observe)
-            return {route.entry.path: scratch / route.entry.path for route in routes}
-
-        async def tell() -> None:
-            nonlocal stopped
-            told = 0
-            try:
-                while True:
-                    await trio.sleep(1.0)
-                    if done > told:  # silence is for the caller to judge
-                        told = done
-                        alive()
-            finally:
-                stopped = True
-
-        made: dict[str, Path] = {}
-        failure: BarnraiseError | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(tell)
-            try:
-                made = await off_loop(total, apply)
-            except BarnraiseError as error:  # raised outside, where no group wraps it
-                failure = error
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return made
+                found[base] = saved
+        return found
 
     @contextmanager
     def _scratch(self, manifest: Manifest) -> Iterator[Path]:
@@ -411,11 +291,6 @@ class Versions:
             yield Path(name)
         finally:
             shutil.rmtree(name, ignore_errors=True)
-
-    def _drop_patches(self, version_folder: Path) -> None:
-        folder = patches_folder(version_folder)
-        self._store.disown(folder)
-        shutil.rmtree(folder, ignore_errors=True)
 
     def _settle(self, signed: Signed, manifest: Manifest) -> None:
         path = self._manifest_path(manifest.version)
@@ -449,7 +324,7 @@ class Versions:
             folder = self.path(version)
             self._forget(version)
             self._store.disown(folder)
-            self._drop_patches(folder)
+            drop_patches(self._store, folder)
             self._manifest_path(version).unlink(missing_ok=True)
             trash = self.folder / f"{_TRASH}{folder.name}"
             try:
