@@ -95,7 +95,7 @@ class Lists:
 
     def claim(self, number: int) -> tuple[bytes, int] | None:
         """A shard (digest, bytes) that the caller fetches elsewhere meanwhile; see ``Transfer.claim``."""
-        index, effects = self._core.transfer.claim(number, trio.current_time())
+        index, effects = self._core.transfer.arrivals.claim(number, trio.current_time())
         self._do(effects)
         return None if index is None else self.shards[number][index]
 
@@ -103,7 +103,7 @@ class Lists:
         """Neighbours may be asked for it again."""
         for index, (other, _) in enumerate(self.shards.get(number, ())):
             if other == digest:
-                self._do(self._core.transfer.unclaim(number, index, trio.current_time()))
+                self._do(self._core.transfer.arrivals.unclaim(number, index, trio.current_time()))
 
     def missing(self, number: int) -> int:
         """How many shards of a list are neither here nor on their way."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from barnraise.protocol.bitmaps import Counts
+from barnraise.protocol.bitmaps import Counts, to_bytes
+from barnraise.protocol.tree_effects import Send
+from barnraise.protocol.tree_messages import Bitmap
 
 EARLY = 16  # bitmaps kept of each neighbour for versions that we do not know yet
 CROSSING = 1.0  # seconds in which an order may still name what was sent already
@@ -194,3 +196,9 @@ def unhold(state: VersionState, peer: PeerState, version: int, mask: int) -> Non
     if mask:
         state.counts.subtract(mask)
         peer.holds[version] &= ~mask
+
+
+def tell(name: str, peer: PeerState, version: int, state: VersionState, *, ask: bool) -> Send:
+    """Say to neighbour ``name`` which shards are here; ``ask``: and have it say the same."""
+    peer.told[version] = state.have
+    return Send(name, Bitmap(version=version, bits=to_bytes(state.have), ask=ask))

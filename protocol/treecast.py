@@ -128,27 +128,27 @@ class Treecast:
 
     def incoming(self, peer: str, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.incoming``."""
-        return self._settle(self.transfer.incoming(peer, version, index, now), now)
+        return self._settle(self.transfer.arrivals.incoming(peer, version, index, now), now)
 
     def progress(self, peer: str, size: int, now: float) -> None:
         """See ``Transfer.progress``."""
-        self.transfer.progress(peer, size, now)
+        self.transfer.arrivals.progress(peer, size, now)
 
     def received(self, peer: str, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.received``."""
-        return self._settle(self.transfer.received(peer, version, index, now), now)
+        return self._settle(self.transfer.arrivals.received(peer, version, index, now), now)
 
     def verified(self, peer: str | None, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.verified``."""
-        return self._settle(self.transfer.verified(peer, version, index, now), now)
+        return self._settle(self.transfer.arrivals.verified(peer, version, index, now), now)
 
     def corrupt(self, peer: str, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.corrupt``."""
-        return self._settle(self.transfer.corrupt(peer, version, index, now), now)
+        return self._settle(self.transfer.arrivals.corrupt(peer, version, index, now), now)
 
     def lost(self, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.lost``."""
-        return self._settle(self.transfer.lost(version, index, now), now)
+        return self._settle(self.transfer.arrivals.lost(version, index, now), now)
 
     def sent(self, peer: str, version: int, index: int, now: float) -> Effects:
         """See ``Transfer.sent``."""

@@ -82,7 +82,7 @@ def test_what_a_neighbour_said_before_a_version_was_known_counts() -> None:
 
 def test_a_neighbour_that_begins_later_learns_what_came_meanwhile() -> None:
     core = node("late")
-    assert core.verified(None, 1, 3, 0.1) == []  # it does not take part, so it is told nothing
+    assert core.arrivals.verified(None, 1, 3, 0.1) == []  # it does not take part, so it is told nothing
     assert says(core, "late", ()) == [Send("late", Bitmap(version=1, bits=b"\x08", ask=False))]
     assert says(core, "late", (3,)) == []
 
@@ -122,15 +122,15 @@ def test_a_shard_on_its_way_is_taken_out_of_the_other_orders() -> None:
     core = node("a", "b")
     says(core, "a", (0, 1))
     says(core, "b", (0, 1))
-    assert orders(core.incoming("a", 1, 0, 0.1)) == {"a": {1}, "b": {1}}
+    assert orders(core.arrivals.incoming("a", 1, 0, 0.1)) == {"a": {1}, "b": {1}}
 
 
 def test_a_second_copy_is_refused_while_the_first_is_on_its_way() -> None:
     core = node("a", "b")
     says(core, "a", (0,))
     says(core, "b", (0,))
-    core.incoming("a", 1, 0, 0.1)
-    effects = core.incoming("b", 1, 0, 0.11)
+    core.arrivals.incoming("a", 1, 0, 0.1)
+    effects = core.arrivals.incoming("b", 1, 0, 0.11)
     assert StopReceive("b", 1, 0) in effects
     assert Send("b", Cancel(version=1, index=0)) in effects
     assert core.stats.duplicates == 1
@@ -139,19 +139,19 @@ def test_a_second_copy_is_refused_while_the_first_is_on_its_way() -> None:
 
 def test_what_nobody_asked_for_is_refused_with_a_strike() -> None:
     core = node("a")
-    effects = core.incoming("a", 1, 0, 0.1)
+    effects = core.arrivals.incoming("a", 1, 0, 0.1)
     assert StopReceive("a", 1, 0) in effects
     assert any(isinstance(effect, Report) and effect.code == "unasked" for effect in effects)
-    assert core.incoming("stranger", 1, 0, 0.1) == [StopReceive("stranger", 1, 0)]
+    assert core.arrivals.incoming("stranger", 1, 0, 0.1) == [StopReceive("stranger", 1, 0)]
 
 
 def test_a_corrupt_shard_bans_and_reports_its_sender_and_is_asked_for_elsewhere() -> None:
     core = node("a", "b")
     says(core, "a", (0,))
     says(core, "b", (0,))
-    core.incoming("a", 1, 0, 0.1)
-    core.received("a", 1, 0, 0.2)
-    effects = core.corrupt("a", 1, 0, 0.3)
+    core.arrivals.incoming("a", 1, 0, 0.1)
+    core.arrivals.received("a", 1, 0, 0.2)
+    effects = core.arrivals.corrupt("a", 1, 0, 0.3)
     assert any(isinstance(effect, Ban) and effect.peer == "a" for effect in effects)
     assert any(isinstance(effect, Report) and effect.code == "corrupt" for effect in effects)
     assert orders(effects)["b"] == {0}
@@ -162,10 +162,10 @@ def test_a_corrupt_shard_bans_and_reports_its_sender_and_is_asked_for_elsewhere(
 def test_the_next_shard_may_begin_while_the_last_is_hashed() -> None:
     core = node("a")
     says(core, "a", (0, 1))
-    core.incoming("a", 1, 0, 0.1)
-    core.received("a", 1, 0, 0.2)
-    assert not any(isinstance(effect, StopReceive) for effect in core.incoming("a", 1, 1, 0.2))
-    core.verified("a", 1, 0, 0.3)
+    core.arrivals.incoming("a", 1, 0, 0.1)
+    core.arrivals.received("a", 1, 0, 0.2)
+    assert not any(isinstance(effect, StopReceive) for effect in core.arrivals.incoming("a", 1, 1, 0.2))
+    core.arrivals.verified("a", 1, 0, 0.3)
     assert core.receiving() == {"a": (1, 1)}
 
 
@@ -173,7 +173,7 @@ def test_a_lost_link_frees_what_was_on_its_way() -> None:
     core = node("a", "b")
     says(core, "a", (0,))
     says(core, "b", (0,))
-    core.incoming("a", 1, 0, 0.1)
+    core.arrivals.incoming("a", 1, 0, 0.1)
     assert orders(core.link_down("a", 0.2)) == {"b": {0}}
 
 
@@ -191,4 +191,4 @@ def test_a_manifest_that_comes_in_parts_extends_the_version() -> None:
 
 def test_the_last_shard_completes_the_version() -> None:
     core = node(have=tuple(range(7)))
-    assert Complete(1) in core.verified(None, 1, 7, 1.0)
+    assert Complete(1) in core.arrivals.verified(None, 1, 7, 1.0)

@@ -29,9 +29,9 @@ def test_at_the_end_a_slow_sender_is_overtaken_if_another_holds_the_shard() -> N
     for index in range(7):
         comes(core, "fast", index, float(index), 0.9)
     says(core, "slow", (7,))
-    core.incoming("slow", 1, 7, 7.0)
+    core.arrivals.incoming("slow", 1, 7, 7.0)
     for second in range(8, 20):
-        core.progress("slow", 40_000, float(second))
+        core.arrivals.progress("slow", 40_000, float(second))
     assert not orders(core.on_time(20.0))
     says(core, "fast", (7,), 20.0)
     effects = core.on_time(21.0)
@@ -48,10 +48,10 @@ def test_nobody_is_overtaken_while_our_own_downlink_is_what_is_slow() -> None:
     for index in range(2):
         comes(core, "a", index, 20.0 * index, 17.0)
     for index, peer in enumerate("abcdef"):
-        core.incoming(peer, 1, index + 2, 40.0)
+        core.arrivals.incoming(peer, 1, index + 2, 40.0)
     for second in range(41, 140):
         for peer in "abcdef":
-            core.progress(peer, SHARD // 17 // 6, float(second))
+            core.arrivals.progress(peer, SHARD // 17 // 6, float(second))
         assert not core.on_time(float(second))
 
 
@@ -59,11 +59,11 @@ def test_one_that_trickles_gets_a_strike_and_the_shard_comes_from_elsewhere() ->
     core = node("a", "b", order=1)
     says(core, "a", tuple(range(8)))
     says(core, "b", tuple(range(8)))
-    core.incoming("a", 1, 0, 0.0)
-    core.incoming("b", 1, 1, 0.0)
+    core.arrivals.incoming("a", 1, 0, 0.0)
+    core.arrivals.incoming("b", 1, 1, 0.0)
     for second in range(1, 5):
-        core.progress("a", 1, float(second))
-        core.progress("b", 100_000, float(second))
+        core.arrivals.progress("a", 1, float(second))
+        core.arrivals.progress("b", 100_000, float(second))
         assert not core.on_time(float(second))
     effects = core.on_time(5.0)
     assert StopReceive("a", 1, 0) in effects
@@ -75,8 +75,8 @@ def test_one_that_trickles_gets_a_strike_and_the_shard_comes_from_elsewhere() ->
 def test_one_that_trickles_alone_is_left_too() -> None:
     core = node("a")
     says(core, "a", (0,))
-    core.incoming("a", 1, 0, 0.0)
-    core.progress("a", 1, 4.9)
+    core.arrivals.incoming("a", 1, 0, 0.0)
+    core.arrivals.progress("a", 1, 4.9)
     assert [effect.code for effect in core.on_time(5.0) if isinstance(effect, Report)] == ["trickle"]
 
 
@@ -85,10 +85,10 @@ def test_no_sender_is_struck_for_a_share_of_a_slow_downlink() -> None:
     for peer in "abcdefgh":
         says(core, peer, tuple(range(8)))
     for index, peer in enumerate("abcdefgh"):
-        core.incoming(peer, 1, index, 0.0)
+        core.arrivals.incoming(peer, 1, index, 0.0)
     for second in range(1, 31):  # 32 kB/s in all: the smallest cap
         for peer in "abcdefgh":
-            core.progress(peer, 4_000, float(second))
+            core.arrivals.progress(peer, 4_000, float(second))
         assert not core.on_time(float(second))
 
 
@@ -106,10 +106,10 @@ def test_an_even_share_of_whatever_downlink_is_never_at_fault(
     for peer in peers:
         says(core, peer, tuple(range(senders)))
     for index, peer in enumerate(peers):
-        core.incoming(peer, 1, index, 0.0)
+        core.arrivals.incoming(peer, 1, index, 0.0)
     for second in range(1, 60):
         for peer in data.draw(st.permutations(peers)):
-            core.progress(peer, downlink // senders, float(second))
+            core.arrivals.progress(peer, downlink // senders, float(second))
         assert not core.on_time(second + 0.01)
 
 
@@ -126,9 +126,9 @@ def test_a_node_under_a_cap_asks_as_many_as_it_may_and_others_when_those_do_not_
         assert len(now) == 1
         seen |= set(now)
     assert seen == set("abc")
-    core.incoming(now[0], 1, 0, 40.0)
+    core.arrivals.incoming(now[0], 1, 0, 40.0)
     for second in range(41, 45):
-        core.progress(now[0], 100_000, float(second))
+        core.arrivals.progress(now[0], 100_000, float(second))
         core.on_time(float(second))
         assert [name for name in "abc" if core._peers[name].asked.get(1)] == now  # it has begun
     core.link_down(now[0], 45.0)
@@ -156,9 +156,9 @@ def test_a_shard_without_progress_for_five_seconds_is_asked_for_elsewhere() -> N
     core = node("a", "b")
     says(core, "a", (0,))
     says(core, "b", (0,))
-    core.incoming("a", 1, 0, 0.0)
-    core.progress("a", 500_000, 3.0)
-    core.progress("a", 0, 4.0)
+    core.arrivals.incoming("a", 1, 0, 0.0)
+    core.arrivals.progress("a", 500_000, 3.0)
+    core.arrivals.progress("a", 0, 4.0)
     assert not any(isinstance(effect, StopReceive) for effect in core.on_time(7.9))
     effects = core.on_time(8.0)
     assert StopReceive("a", 1, 0) in effects
@@ -172,7 +172,7 @@ def test_a_silent_peer_is_dropped_at_its_third_strike() -> None:
     says(core, "a", (0, 1, 2, 3))
     now, effects = 0.0, []
     for index in range(3):
-        core.incoming("a", 1, index, now)
+        core.arrivals.incoming("a", 1, index, now)
         effects = core.on_time(now + 5)
         now += 100
         core.on_time(now)

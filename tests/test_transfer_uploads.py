@@ -28,8 +28,8 @@ def test_a_verified_shard_is_announced_and_pushed_to_an_eager_neighbour_at_once(
     core.link_eager("b", 0.0, eager=True)
     for peer in "abc":
         says(core, peer, (0, 1) if peer == "a" else ())
-    core.incoming("a", 1, 0, 0.1)
-    effects = core.verified("a", 1, 0, 0.2)
+    core.arrivals.incoming("a", 1, 0, 0.1)
+    effects = core.arrivals.verified("a", 1, 0, 0.2)
     assert Send("c", Have(version=1, indices=(0,))) in effects
     assert starts(effects) == [StartSend("b", 1, 0)]
 
@@ -39,8 +39,8 @@ def test_an_eager_neighbour_is_not_pushed_what_is_on_its_way_to_it() -> None:
     core.link_eager("b", 0.0, eager=True)
     says(core, "b", ())
     wants(core, "b", (), busy=(0,))
-    assert not starts(core.verified(None, 1, 0, 0.1))
-    assert starts(core.verified(None, 1, 1, 0.1)) == [StartSend("b", 1, 1)]
+    assert not starts(core.arrivals.verified(None, 1, 0, 0.1))
+    assert starts(core.arrivals.verified(None, 1, 1, 0.1)) == [StartSend("b", 1, 1)]
 
 
 def test_two_slots_serve_the_two_that_hold_least() -> None:
@@ -67,7 +67,7 @@ def test_a_transfer_that_its_receiver_holds_up_frees_its_slot() -> None:
 def test_the_newest_version_goes_first_for_both_sides() -> None:
     core = node("a", have=(0, 1))
     core.want(2, SIZES, 0.0)
-    core.verified(None, 2, 0, 0.0)
+    core.arrivals.verified(None, 2, 0, 0.0)
     for version in (1, 2):
         core.on_message("a", Bitmap(version=version, bits=b"", ask=False), 0.0)
     core.link_eager("a", 0.0, eager=True)
@@ -119,7 +119,7 @@ def test_what_goes_out_beside_the_links_counts_against_the_origins_limit() -> No
 def test_a_shard_lost_from_disk_is_withdrawn_and_wanted_again() -> None:
     core = node("a", have=(0, 1))
     says(core, "a", (1,))
-    effects = core.lost(1, 1, 1.0)
+    effects = core.arrivals.lost(1, 1, 1.0)
     assert Send("a", Bitmap(version=1, bits=b"\x01", ask=False)) in effects
     assert orders(effects) == {"a": {1}}
 
@@ -151,7 +151,7 @@ def test_whoever_names_sixty_four_busy_shards_is_pushed_nothing() -> None:
     core.link_eager("a", 0.0, eager=True)
     core.want(1, [SHARD] * 200, 0.0)
     for index in range(200):
-        core.verified(None, 1, index, 0.0)
+        core.arrivals.verified(None, 1, index, 0.0)
     wants(core, "a", (), busy=tuple(range(64)))
     assert not starts(says(core, "a", ()))
     assert starts(wants(core, "a", (150,), busy=tuple(range(64)))) == [StartSend("a", 1, 150)]

@@ -162,12 +162,12 @@ def test_any_events_in_any_order_leave_the_books_true(seed: int, steps: int) -> 
             case 10:
                 effects = core.on_time(now)
             case 11:
-                claimed, effects = core.transfer.claim(version, now)
+                claimed, effects = core.transfer.arrivals.claim(version, now)
                 effects += (
                     core.verified(None, version, claimed, now) if claimed and rng.random() < 0.5 else []
                 )
             case 12:
-                effects = core.transfer.unclaim(version, index, now)
+                effects = core.transfer.arrivals.unclaim(version, index, now)
             case 13:
                 config = replace(core.transfer.config, inbound=rng.randrange(4), slots=rng.randrange(4))
                 effects = core.reconfigure(config, now)

@@ -29,7 +29,7 @@ def node(*peers: str, have: tuple[int, ...] = (), **options: Any) -> Transfer:
         core.link_up(peer, 0.0)
     core.want(1, SIZES, 0.0)
     for index in have:
-        core.verified(None, 1, index, 0.0)
+        core.arrivals.verified(None, 1, index, 0.0)
     return core
 
 
@@ -56,9 +56,9 @@ def starts(effects: Effects) -> list[StartSend]:
 
 def comes(core: Transfer, peer: str, index: int, begin: float, seconds: float) -> None:
     """A whole shard of ``SHARD`` bytes from ``peer``, in even pieces, ``seconds`` long; time is kept."""
-    core.incoming(peer, 1, index, begin)
+    core.arrivals.incoming(peer, 1, index, begin)
     for step in range(1, 11):
-        core.progress(peer, SHARD // 10, begin + seconds * step / 10)
+        core.arrivals.progress(peer, SHARD // 10, begin + seconds * step / 10)
         assert not core.on_time(begin + seconds * step / 10)
-    core.received(peer, 1, index, begin + seconds)
-    core.verified(peer, 1, index, begin + seconds)
+    core.arrivals.received(peer, 1, index, begin + seconds)
+    core.arrivals.verified(peer, 1, index, begin + seconds)
