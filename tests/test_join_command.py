@@ -101,6 +101,27 @@ def test_without_a_terminal_the_node_runs_in_the_foreground_and_its_exit_code_is
     assert seen.what == ["foreground"]
 
 
+@pytest.mark.parametrize("headless", [True, False])
+@pytest.mark.parametrize(("disk", "threads", "said"), [(100_000, 1024, True), (1, 1, False)])
+def test_a_node_that_is_given_more_than_there_is_starts_and_has_it_said(
+    disk: int,
+    threads: int,
+    said: bool,
+    headless: bool,
+    seen: Seen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if not headless:
+        at_a_terminal(monkeypatch)
+    options = ("--disk-gb", disk, "--threads", threads, "--yes")
+    assert call("join", ADDRESS, *place(tmp_path), *options) == (7 if headless else 0)
+    told = capsys.readouterr().err
+    assert ("--disk-gb 100.0 TB is more than there is" in told) is said
+    assert ("--threads 1024 is more than there is" in told) is said
+
+
 @pytest.mark.parametrize("option", ["--headless", "--plain", "--json", "NO_COLOR", "TERM"])
 def test_at_a_terminal_plain_lines_can_be_chosen_in_every_usual_way(
     option: str, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -349,10 +349,43 @@ def test_a_moment_is_the_next_of_its_time_of_day() -> None:
     assert parse_moment("22:00", now) - now == 24 * 3600
 
 
-@pytest.mark.parametrize(("most", "said"), [("1000000TB", True), ("100MB", False), ("none", False)])
-def test_more_disk_than_there_is_is_set_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, most: str, said: bool
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--disk", "1000000TB", True),
+        ("--disk", "100MB", False),
+        ("--disk", "none", False),
+        ("--threads", "1024", True),
+        ("--threads", "1", False),
+        ("--threads", "auto", False),
+        ("--threads-in-use", "1024", True),
+        ("--threads-in-use", "1", False),
+    ],
+)
+def test_more_than_there_is_is_set_and_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    value: str,
+    said: bool,
 ) -> None:
     monkeypatch.setattr("barnraise.node.config.default_data_path", lambda: tmp_path / "node")
-    assert call("set", "--disk", most) == 0
-    assert ("is more than there is" in capsys.readouterr().err) is said
+    assert call("set", option, value, "--json") == 0
+    shown = capsys.readouterr()
+    assert (f"note: {option} " in shown.err and "more than there is" in shown.err) is said
+    limits = json.loads(shown.out)
+    assert (1024 in (limits["threads_idle"], limits["threads_in_use"]) or limits["disk"] == 10**18) is said
+
+
+def test_a_running_node_that_is_allowed_more_than_there_is_has_it_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path / "node") as folder:
+        assert call("set", folder, "--disk", "1000000TB", "--threads", "1024") == 0
+        shown = capsys.readouterr()
+        assert "note: --disk " in shown.err
+        assert "note: --threads 1024 " in shown.err
+        assert call("get", folder, "--json") == 0
+        limits = json.loads(capsys.readouterr().out)
+        assert (limits["disk"], limits["threads_idle"]) == (10**18, 1024)

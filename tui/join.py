@@ -21,6 +21,7 @@ from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
 from barnraise.tui import attached, background
 from barnraise.tui.console import examples, is_plain
 from barnraise.tui.join_arguments import as_given
+from barnraise.tui.limit_notes import note_disk, note_threads
 
 MBIT = 125_000  # bytes/s
 MIN_MBIT = 0.256  # slower, and others would take the node for one that has stalled
@@ -168,6 +169,9 @@ def join(
         json_lines=as_json,
         background=in_background,
     )
+    if not (in_background or attaches):
+        note_disk("--disk-gb", place, config.disk_bytes or None)
+        note_threads("--threads", threads)
     lines = plain or as_json or is_plain(False) or bool(os.environ.get("NO_COLOR"))
     if not person:
         raise typer.Exit(_foreground(config))

@@ -13,6 +13,7 @@ from barnraise.protocol.control_client import send_command
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.tui.amounts import parse_rate, parse_size
 from barnraise.tui.console import emit_json, examples, print_rows
+from barnraise.tui.limit_notes import note_disk, note_threads
 from barnraise.tui.limit_words import (
     NOTHING,
     parse_degrees,
@@ -25,7 +26,7 @@ from barnraise.tui.limit_words import (
     parse_yes,
     rows,
 )
-from barnraise.tui.limits_at_rest import limits_at_rest, resting, say_what_is_free
+from barnraise.tui.limits_at_rest import limits_at_rest, resting
 from barnraise.tui.status import folder_or_default, read_folder
 from barnraise.tui.steer import parse_span
 
@@ -168,8 +169,9 @@ def change(
         raise typer.BadParameter("nothing to change: see 'barnraise limits set --help' for what there is")
     added = [_parsed("--not-while", name, parse_program) for name in not_while or []]
     place = resting(folder, make=True)
-    if arguments.get("disk"):
-        say_what_is_free(place or folder_or_default(folder), arguments["disk"])
+    note_disk("--disk", place or folder_or_default(folder), arguments.get("disk"))
+    note_threads("--threads", arguments.get("threads_idle"))
+    note_threads("--threads-in-use", arguments.get("threads_in_use"))
     limits = limits_at_rest(place) if place is not None else _limits(read_folder(folder))
     if not_while or allow_program:
         arguments["programs"] = _programs(limits.get("programs") or [], added, allow_program or [])

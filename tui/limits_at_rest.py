@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import typer
 from barnraise.node.traffic import Limits
 from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.tui.background import state_in
-from barnraise.tui.console import size
 from barnraise.tui.status import folder_or_default, read_folder
 
 
@@ -46,24 +44,6 @@ def resting(folder: Path | None, *, make: bool) -> Path | None:
     if _in_use(place / "lock"):
         raise BarnraiseError(f"the node in {place} does not answer: it is just starting, or hangs; try again")
     return place
-
-
-def say_what_is_free(place: Path, most: int) -> None:
-    """A line on standard error if the disk of ``place`` has less than ``most`` bytes for weights."""
-    there = next((one for one in (place, *place.absolute().parents) if one.is_dir()), None)
-    if there is None:
-        return
-    try:
-        held = sum(file.stat().st_size for file in (place / "store").rglob("*") if file.is_file())
-        room = shutil.disk_usage(there).free + held
-    except OSError:  # files come and go; nothing is changed for want of this line
-        return
-    if most > room:
-        typer.echo(
-            f"note: --disk {size(most)} is more than there is: {size(room)} of the disk at {there} are free "
-            "or hold weights already",
-            err=True,
-        )
 
 
 def _in_use(lock: Path) -> bool:
