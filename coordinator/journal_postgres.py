@@ -16,90 +16,36 @@ true is what the count says: nothing is written twice, nothing is taken for writ
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import socket
-import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, BYTEA
 from sqlalchemy.dialects.postgresql import insert as pg_insert
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.exc import SQLAlchemyError
 
-from barnraise.coordinator.journal_place import Place, without_password
+from barnraise.coordinator.journal_place import Place
 from barnraise.coordinator.journal_store import COLUMNS, MANIFESTS_KEPT, Batch, EventRow, Row
-from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
+from barnraise.coordinator.postgres_session import LOST, engine, is_lost, let_go, refusal, words
+from barnraise.coordinator.postgres_tables import Tables
+from barnraise.protocol.errors import RunFolderError, StorageError
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0  # for the server to come back
 OPEN_S = 5.0  # at the start: for the session of a killed coordinator to end
-_CONNECT_S = 10
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_AWAY = ("08", "57P01", "57P02", "57P03")  # SQLSTATEs: no connection, shutting down, crashed, starting
 
 T = TypeVar("T")
-_Lost = (OSError, EOFError, struct.error)  # what a driver lets through when the other side is gone
 
 
 class _LockedError(Exception):
     """Somebody else's session has the lock; ``args[0]`` says whose."""
-
-
-class Tables:
-    """The tables of a run, in its schema."""
-
-    def __init__(self, schema: str) -> None:
-        self.meta = sa.MetaData(schema=schema)
-        self.writer = sa.Table(
-            "writer",
-            self.meta,
-            sa.Column("id", sa.SmallInteger, primary_key=True, autoincrement=False),
-            sa.Column("epoch", BYTEA, nullable=False),
-            sa.Column("commits", sa.BigInteger, nullable=False),
-        )
-        self.all = {name: self._table(name) for name in COLUMNS}
-        sa.Index("receipt_by_node", self.all["receipts"].c.node, self.all["receipts"].c.ledger_index)
-        sa.Index("payload_by_version", self.all["payloads"].c.policy_version)
-        self.inserts = {name: self._insert(name) for name in COLUMNS}
-
-    def _table(self, name: str) -> sa.Table:
-        columns = []
-        for place, column in enumerate(COLUMNS[name]):
-            kind: Any = BYTEA if column in _BYTES else sa.BigInteger
-            columns.append(
-                sa.Column(column, kind, primary_key=not place, autoincrement=False, nullable=column == "crc")
-            )
-        return sa.Table(name, self.meta, *columns)
-
-    def _insert(self, name: str) -> sa.Insert:
-        """All rows in one statement: an array a column (a round trip a row would be the slowest part)."""
-        table = self.all[name]
-        arrays = [
-            sa.cast(sa.bindparam(column.name), ARRAY(BYTEA if column.name in _BYTES else sa.BigInteger))
-            for column in table.columns
-        ]
-        given = sa.func.unnest(*arrays).table_valued(*COLUMNS[name]).render_derived("given")
-        rows = sa.select(*(given.c[column] for column in COLUMNS[name]))
-        statement = pg_insert(table).from_select(list(COLUMNS[name]), rows)
-        if name == "payloads":
-            return statement.on_conflict_do_nothing()
-        if name in ("events", "receipts"):
-            return statement
-        key, other = COLUMNS[name]
-        return statement.on_conflict_do_update(index_elements=[key], set_={other: statement.excluded[other]})
-
-
-_BYTES = frozenset(("data", "submission", "signer", "signature", "node"))
 
 
 class PostgresStore:
@@ -111,8 +57,8 @@ class PostgresStore:
         self._reading_only = reading
         self._tables = Tables(place.schema)
         self._schema = place.schema
-        self._engine = _engine(place)
-        self._looking = _engine(place, isolation_level="AUTOCOMMIT")
+        self._engine = engine(place)
+        self._looking = engine(place, isolation_level="AUTOCOMMIT")
         self._lock, self._reads_lock = threading.Lock(), threading.Lock()
         self._writer: sa.Connection | None = None
         self._reads: sa.Connection | None = None
@@ -134,9 +80,9 @@ class PostgresStore:
         """End both sessions; the lock goes with its own."""
         self._closed = True
         with self._lock:
-            self._writer = _end(self._writer)
+            self._writer = let_go(self._writer)
         with self._reads_lock:
-            self._reads = _end(self._reads)
+            self._reads = let_go(self._reads)
         self._engine.dispose()
         self._looking.dispose()
 
@@ -193,11 +139,11 @@ class PostgresStore:
                 return
             except _LockedError as error:
                 text, known = str(error), True
-            except (SQLAlchemyError, *_Lost) as error:
-                self._writer = _end(self._writer)
-                if not _is_lost(error):
-                    raise self._refusal(error) from error
-                text, known = _words(error), False
+            except (SQLAlchemyError, *LOST) as error:
+                self._writer = let_go(self._writer)
+                if not is_lost(error):
+                    raise refusal(self.place, error) from error
+                text, known = words(error), False
             if self._closed or time.monotonic() >= end:
                 if known:
                     raise RunFolderError(f"{text} is using {self.place}: stop it first")
@@ -229,7 +175,7 @@ class PostgresStore:
             with db.begin():
                 commits = self._take(db)
         except BaseException:
-            _end(db)
+            let_go(db)
             raise
         self._writer, self._commits = db, commits
         return db, commits
@@ -361,12 +307,12 @@ class PostgresStore:
                 db = self._engine.connect()
                 db.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
                 self._need_tables(db)
-            except (SQLAlchemyError, *_Lost) as error:
-                raise self._refusal(error) from error
+            except (SQLAlchemyError, *LOST) as error:
+                raise refusal(self.place, error) from error
             self._frozen = db
             yield
         finally:
-            self._frozen = _end(db)
+            self._frozen = let_go(db)
 
     def page(self, table: str, after: Any, limit: int) -> list[Row]:
         """Within ``frozen``."""
@@ -376,8 +322,8 @@ class PostgresStore:
         assert self._frozen is not None
         try:
             rows = self._frozen.execute(query if after is None else query.where(key > after)).all()
-        except (SQLAlchemyError, *_Lost) as error:
-            raise self._refusal(error) from error
+        except (SQLAlchemyError, *LOST) as error:
+            raise refusal(self.place, error) from error
         return [tuple(bytes(item) if isinstance(item, memoryview) else item for item in row) for row in rows]
 
     def _need_tables(self, db: sa.Connection) -> None:
@@ -395,94 +341,9 @@ class PostgresStore:
                     if self._reads is None:
                         self._reads = self._looking.connect()
                     return ask(self._reads)
-                except (SQLAlchemyError, *_Lost) as error:
-                    self._reads = _end(self._reads)
-                    if self._closed or not _is_lost(error) or time.monotonic() >= end:
-                        raise self._refusal(error) from error
+                except (SQLAlchemyError, *LOST) as error:
+                    self._reads = let_go(self._reads)
+                    if self._closed or not is_lost(error) or time.monotonic() >= end:
+                        raise refusal(self.place, error) from error
             time.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
             tries += 1
-
-    def _refusal(self, error: BaseException) -> BarnraiseError:
-        code, text = _code(error), _words(error)
-        if _is_lost(error):
-            return StorageError(
-                f"{self.place} cannot be reached ({text}): start the database again, or check the network"
-            )
-        if code.startswith("XX") or code == "23505":  # a page's checksum; a number that is taken
-            return RunFolderError(f"{self.place} is damaged ({text}): restore it from a backup")
-        if code.startswith("28") or code == "3D000":
-            return RunFolderError(
-                f"{self.place} lets nobody in ({text}): check user, database and password "
-                "(in RUN/state.postgres, or in BARNRAISE_STORE_PASSWORD)"
-            )
-        return StorageError(f"cannot write {self.place} ({text}): check the server's disk and permissions")
-
-
-def _engine(place: Place, **settings: Any) -> sa.Engine:
-    """By pg8000 unless the URL names psycopg. A socket's folder is ``?host=/run/postgresql``, as for psql."""
-    parts = urlsplit(without_password(place.url))
-    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    name = f"barnraise coordinator on {socket.gethostname()}, process {os.getpid()}"[:63]
-    psycopg = parts.scheme.endswith("+psycopg")
-    arguments: dict[str, Any] = {"application_name": name}
-    if psycopg:
-        arguments |= {"client_encoding": "utf8", "connect_timeout": _CONNECT_S}
-        arguments |= {"keepalives_idle": 30, "keepalives_count": 3, **options}
-    else:
-        arguments |= {"timeout": _CONNECT_S, "tcp_keepalive": True}
-        folder, mode = options.get("host", ""), options.get("sslmode", "prefer")
-        if folder.startswith("/"):
-            arguments["unix_sock"] = f"{folder}/.s.PGSQL.{parts.port or 5432}"
-        elif mode in ("require", "verify-ca", "verify-full"):
-            context = ssl.create_default_context(cafile=options.get("sslrootcert"))
-            context.check_hostname = mode == "verify-full"
-            if mode == "require":
-                context.verify_mode = ssl.CERT_NONE  # as libpq: encrypted, whoever it is
-            arguments["ssl_context"] = context
-        elif folder and not parts.hostname:
-            arguments["host"] = folder
-    password = place.password
-    if password is not None:
-        arguments["password"] = password
-    scheme = "postgresql+psycopg" if psycopg else "postgresql+pg8000"
-    url = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
-    return sa.create_engine(url, poolclass=NullPool, connect_args=arguments, hide_parameters=True, **settings)
-
-
-def _end(db: sa.Connection | None) -> sa.Connection | None:
-    """Let go of a session; gives None, to be put in its place."""
-    if db is not None:
-        with suppress(SQLAlchemyError, *_Lost):
-            db.invalidate()  # not rolled back over a connection that may be gone
-        with suppress(SQLAlchemyError, *_Lost):
-            db.close()
-    return None
-
-
-def _code(error: BaseException) -> str:
-    """The server's SQLSTATE; ``""``: these are not the server's words."""
-    cause = getattr(error, "orig", None) or error
-    found = getattr(cause, "sqlstate", None)
-    if found is None and cause.args and isinstance(cause.args[0], dict):  # pg8000
-        found = cause.args[0].get("C")
-    return str(found or "")
-
-
-def _words(error: BaseException) -> str:
-    cause = getattr(error, "orig", None) or error
-    if cause.args and isinstance(cause.args[0], dict):
-        return str(cause.args[0].get("M", "no reason given"))
-    return " ".join(str(cause).split())[:300] or type(cause).__name__
-
-
-def _is_lost(error: BaseException) -> bool:
-    """The connection is gone or never was, as opposed to a statement that was refused."""
-    if isinstance(error, _Lost):
-        return True
-    code = _code(error)
-    if code:
-        return code.startswith(_AWAY[0]) or code in _AWAY
-    if not isinstance(error, DBAPIError):
-        return False
-    names = {kind.__name__ for kind in type(error.orig).__mro__}
-    return error.connection_invalidated or bool(names & {"InterfaceError", "OperationalError"})
