@@ -6,6 +6,7 @@ import logging
 from typing import Any, cast
 
 from libp2p.network.connection import swarm_connection
+from multiaddr.resolvers import dns
 
 from barnraise.protocol.log_keeping import LogFile
 
@@ -14,8 +15,9 @@ class _ToFiles(logging.Handler):
     """Passes records on to the log files of the program, never to its terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A filter below may have lowered its level, after the logger looked at it.
-        if record.levelno < logging.getLogger("barnraise").getEffectiveLevel():
+        # A filter below may have lowered its level, and a module may have given its own logger a level.
+        least = logging.getLogger("barnraise").getEffectiveLevel()
+        if record.levelno < (least if hasattr(record, "lowered") else max(least, logging.WARNING)):
             return
         for name in (None, "barnraise"):
             for handler in logging.getLogger(name).handlers:
@@ -26,7 +28,7 @@ class _ToFiles(logging.Handler):
 
 def _peers_doing(record: logging.LogRecord) -> bool:
     """What the swarm calls an error is what some peer did, be it a scanner that hung up: nobody's alarm."""
-    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    record.levelno, record.levelname, record.lowered = logging.DEBUG, "DEBUG", True
     return True
 
 
@@ -41,5 +43,6 @@ def quiet_libp2p() -> None:
     swarm = logging.getLogger("libp2p.network.swarm")  # its failures are raised, too, and told by who dialled
     if _peers_doing not in swarm.filters:
         swarm.addFilter(_peers_doing)
-    # This module calls logging.debug(), which gives the root logger a handler on stderr unasked.
+    # These modules call logging.debug(), which gives the root logger a handler on stderr unasked.
     cast(Any, swarm_connection).logging = logging.getLogger("libp2p.network.connection")
+    cast(Any, dns).logging = logging.getLogger("multiaddr.resolvers")
