@@ -13,35 +13,29 @@ import trio
 from barnraise.node import overlay
 from barnraise.node.clock import duration
 from barnraise.node.context import Context
+from barnraise.node.decisions import Ask, Fetch, FreeEngine, Generate, GiveBack, Load, Upload
 from barnraise.node.engine import Generated, OutOfMemory, Progress, Work
-from barnraise.node.fetching import in_words
-from barnraise.node.link import cause, open_lease
-from barnraise.node.model import (
+from barnraise.node.events import (
     AlreadyAnswered,
-    Ask,
     AskFailed,
     EngineFailed,
     EngineLoaded,
     EngineStopped,
-    Fetch,
     FetchDone,
     FetchFailed,
     FetchStopped,
-    FreeEngine,
-    Generate,
-    GiveBack,
     Granted,
-    Load,
     NoLease,
     Returned,
     Unit,
     UnitDone,
     UnitUnusable,
-    Upload,
     Uploaded,
     UploadFailed,
     VersionDamaged,
 )
+from barnraise.node.fetching import in_words
+from barnraise.node.link import cause, open_lease
 from barnraise.node.state import Transfer, UnitProgress
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import (

@@ -14,8 +14,8 @@ import trio
 from barnraise.node import remembered
 from barnraise.node.context import Context
 from barnraise.node.entering import enter, last_block, tally
+from barnraise.node.events import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Retargeted
 from barnraise.node.link import Run, dial, greet, join, present_invite
-from barnraise.node.model import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Retargeted
 from barnraise.node.needs import Field, Machine, description, free_disk
 from barnraise.node.receipt_words import outcome, standing_fields, summary, words
 from barnraise.protocol.amendments import Amendment, amended

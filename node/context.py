@@ -18,11 +18,12 @@ from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve, Consent
 from barnraise.node.engine import Engine, EngineLimits
+from barnraise.node.events import Event
 from barnraise.node.kept import KeptWork
 from barnraise.node.known import KnownRuns
 from barnraise.node.link import Run
 from barnraise.node.machine import Seen, Sensors
-from barnraise.node.model import Event, State
+from barnraise.node.model import State
 from barnraise.node.pending import PendingWork
 from barnraise.node.prefetch import Prefetch
 from barnraise.node.receipts import ReceiptBook

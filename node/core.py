@@ -14,55 +14,56 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from barnraise.node.describe import describe
-from barnraise.node.model import (
+from barnraise.node.decisions import (
     Action,
-    AlreadyAnswered,
     Ask,
+    Connect,
+    Fetch,
+    FreeEngine,
+    Generate,
+    GiveBack,
+    Load,
+    Stop,
+    StopEngine,
+    StopFetch,
+    Train,
+    Upload,
+)
+from barnraise.node.describe import describe
+from barnraise.node.events import (
+    AlreadyAnswered,
     AskFailed,
     Command,
-    Connect,
     DeadlineMoved,
     EngineFailed,
     EngineLoaded,
     EngineStopped,
     Event,
     Fatal,
-    Fetch,
     FetchDone,
     FetchFailed,
     FetchStopped,
-    FreeEngine,
-    Generate,
-    GiveBack,
     Granted,
     HeadSeen,
     Held,
     Joined,
     Judged,
     LinkLost,
-    Load,
     Mode,
     NoLease,
     Restored,
     Retargeted,
-    Retry,
     Returned,
     Slept,
-    State,
-    Stop,
-    StopEngine,
-    StopFetch,
-    Train,
     Unit,
     UnitDelayed,
     UnitDone,
     UnitUnusable,
-    Upload,
     Uploaded,
     UploadFailed,
     VersionDamaged,
 )
+from barnraise.node.model import Retry, State
 
 LEAVE_GRACE_S = 1.5  # leaving acts within 2 s (R13), whatever the network does
 FINISH_GRACE_S = 60.0  # how long a finished node waits for its last acknowledgement

@@ -21,29 +21,28 @@ from barnraise.node.clock import Clock
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve
 from barnraise.node.context import CONSENT, Context
-from barnraise.node.describe import sentence
-from barnraise.node.engine import Engine
-from barnraise.node.fetching import in_words
-from barnraise.node.known import KnownRuns
-from barnraise.node.machine import Sensors
-from barnraise.node.mode import Wish, load_wish, save_wish
-from barnraise.node.model import (
+from barnraise.node.decisions import (
     Action,
     Ask,
-    Command,
     Connect,
     Fetch,
     FreeEngine,
     Generate,
     GiveBack,
     Load,
-    Mode,
     Stop,
     StopEngine,
     StopFetch,
     Train,
     Upload,
 )
+from barnraise.node.describe import sentence
+from barnraise.node.engine import Engine
+from barnraise.node.events import Command, Mode
+from barnraise.node.fetching import in_words
+from barnraise.node.known import KnownRuns
+from barnraise.node.machine import Sensors
+from barnraise.node.mode import Wish, load_wish, save_wish
 from barnraise.node.prove import prove
 from barnraise.node.receipt_fields import page
 from barnraise.node.state import Facts

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 
 from barnraise.node.clock import duration
-from barnraise.node.model import Activity, Held, State
+from barnraise.node.events import Held
+from barnraise.node.model import Activity, State
 
 
 def describe(state: State) -> Activity:

@@ -12,9 +12,9 @@ from barnraise.node.actions import unit_of
 from barnraise.node.asking import Donor, Source
 from barnraise.node.context import Context
 from barnraise.node.corpus import spare_corpus
+from barnraise.node.events import HeadSeen, Restored, Unit
 from barnraise.node.kept import KeptWork
 from barnraise.node.link import Run, open_lease
-from barnraise.node.model import HeadSeen, Restored, Unit
 from barnraise.node.pending import PendingWork
 from barnraise.node.receipts import ReceiptBook
 from barnraise.node.state import midnight_ms

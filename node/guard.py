@@ -13,8 +13,8 @@ import trio
 
 from barnraise.node.context import Context
 from barnraise.node.engine import EngineLimits, LimitedEngine
+from barnraise.node.events import Held
 from barnraise.node.machine import Seen, Sensors, Wanted
-from barnraise.node.model import Held
 from barnraise.node.needs import needs
 from barnraise.node.presence import Presence
 from barnraise.node.rules import Reading, Suspension, Verdict, judge, quota_suspension, words

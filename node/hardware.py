@@ -21,8 +21,8 @@ import trio
 from barnraise.node.bench import Measured
 from barnraise.node.context import Context
 from barnraise.node.devices import Signs, TorchFacts
+from barnraise.node.events import EngineStopped
 from barnraise.node.gpus import Gpu, find_gpus, no_gpu
-from barnraise.node.model import EngineStopped
 from barnraise.node.processor import memory_limit
 from barnraise.protocol.durable import write_durably
 from barnraise.protocol.errors import StorageError

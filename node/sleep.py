@@ -16,7 +16,7 @@ import trio
 
 from barnraise.node.clock import duration
 from barnraise.node.context import Context
-from barnraise.node.model import Slept
+from barnraise.node.events import Slept
 
 LOOK_S = 1.0
 NOTICED_S = 5.0  # shorter gaps are a busy machine's

@@ -18,9 +18,10 @@ from barnraise.node.block_engine import (
 )
 from barnraise.node.context import Context
 from barnraise.node.corpus import fetch_description, lay_out, missing_shards, unit_shards
+from barnraise.node.decisions import Train
+from barnraise.node.events import EngineStopped, UnitDelayed, UnitDone, UnitUnusable
 from barnraise.node.fetching import in_words
 from barnraise.node.link import cause
-from barnraise.node.model import EngineStopped, Train, UnitDelayed, UnitDone, UnitUnusable
 from barnraise.node.state import BlockUnitProgress, Transfer
 from barnraise.node.units import file_entry, unit_bytes
 from barnraise.protocol.corpus import read_corpus, shard_bytes

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from barnraise.coordinator.hub import Hub
-from barnraise.node.model import (
-    EngineLoaded,
-    Event,
-    Granted,
-    Judged,
-    Restored,
-    UnitDone,
-    Uploaded,
-)
+from barnraise.node.events import EngineLoaded, Event, Granted, Judged, Restored, UnitDone, Uploaded
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol import wire
 from barnraise.protocol.envelope import open_signed

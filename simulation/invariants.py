@@ -52,7 +52,7 @@ from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Submitted
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.newcomers import NewcomerLimits
-from barnraise.node.model import Event
+from barnraise.node.events import Event
 from barnraise.simulation.invariant_bounds import (
     WAIT_S,
     check_leases,

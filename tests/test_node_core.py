@@ -9,51 +9,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barnraise.node import core
-from barnraise.node.model import (
+from barnraise.node.decisions import (
     Action,
-    AlreadyAnswered,
     Ask,
+    Connect,
+    Fetch,
+    FreeEngine,
+    Generate,
+    GiveBack,
+    Load,
+    Stop,
+    StopEngine,
+    StopFetch,
+    Train,
+    Upload,
+)
+from barnraise.node.events import (
+    AlreadyAnswered,
     AskFailed,
     Command,
-    Connect,
     DeadlineMoved,
     EngineFailed,
     EngineLoaded,
     EngineStopped,
     Event,
     Fatal,
-    Fetch,
     FetchDone,
     FetchFailed,
     FetchStopped,
-    FreeEngine,
-    Generate,
-    GiveBack,
     Granted,
     HeadSeen,
     Held,
     Joined,
     Judged,
     LinkLost,
-    Load,
     Mode,
     NoLease,
     Restored,
     Returned,
-    State,
-    Stop,
-    StopEngine,
-    StopFetch,
-    Train,
     Unit,
     UnitDelayed,
     UnitDone,
     UnitUnusable,
-    Upload,
     Uploaded,
     UploadFailed,
     VersionDamaged,
 )
+from barnraise.node.model import State
 
 WAITING = {"connecting", "offline", "waiting", "fetching", "asking", "uploading", "finishing", "loading"}
 
