@@ -1,33 +1,30 @@
 """Treecast on a real network: carries out what ``barnraise.protocol.treecast`` decides.
 
 The same code runs over libp2p and in memory. Links are control streams
-(``gossip_link``), shards travel on bulk streams (``gossip_bulk``), heads are
+(``gossip_control``), shards travel on bulk streams (``gossip_shards``), heads are
 believed only after ``check_head``. Whatever a neighbour sends, the worst that
 happens is the end of its own link.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import trio
 from msgspec.structs import replace
 
 from barnraise.protocol.bandwidth import Pacer
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError, SignatureError
-from barnraise.protocol.gossip_dial import Dialler
+from barnraise.protocol.gossip_control import ControlTraffic
 from barnraise.protocol.gossip_heads import Heads
 from barnraise.protocol.gossip_link import Link, part
 from barnraise.protocol.gossip_lists import LISTS, Lists
 from barnraise.protocol.gossip_openings import CheckOpening, OpeningTraffic
 from barnraise.protocol.gossip_shards import ShardTraffic
-from barnraise.protocol.messages import Manifest, Message, Signed
-from barnraise.protocol.network import Network, Stream
+from barnraise.protocol.messages import Manifest, Signed
+from barnraise.protocol.network import Network
 from barnraise.protocol.store import DiskStore
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree import TreeConfig
@@ -46,29 +43,19 @@ from barnraise.protocol.tree_effects import (
 )
 from barnraise.protocol.tree_messages import (
     BULK_PROTOCOL,
-    TREE_FRAMES,
     TREE_PROTOCOL,
     Contact,
-    Opened,
-    Piece,
 )
-from barnraise.protocol.tree_messages import Gossip as Head
 from barnraise.protocol.treecast import Treecast
 from barnraise.protocol.views import ViewConfig
-from barnraise.protocol.wire import MessageReader
 
-log = logging.getLogger(__name__)
-
-MAX_LINKS = 128
 MAX_BANNED = 4096
-LINGER_S = 1.0  # between the decision to part and the end of the connection
 STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
 SWEEP_S = 5.0
 CAP_S = 1.0
 LEAVE_S = 1.0
 PATIENCE_S = 5.0  # for the tree to bring a head that is known already
 HEADS = 8
-_CONTROL = frozenset(frame.type for frame in TREE_FRAMES) - {Piece}
 
 
 class Gossiper:
@@ -123,14 +110,13 @@ class Gossiper:
         self.openings = OpeningTraffic(self, check_opening)
         self._on_head, self._on_report, self._on_change = on_head, on_report, on_change
         self.heads = Heads(check_head, 2 * HEADS)
-        self._dialler = Dialler(network, (contact.peer_id for contact in bootstrap))
-        self._dialling: set[str] = set()
+        self.control = ControlTraffic(self, network, (contact.peer_id for contact in bootstrap))
         self._nursery: trio.Nursery | None = None
         self._early: list[tuple[Callable[..., Any], tuple[object, ...]]] = []  # tasks for when ``run`` begins
         self._over = False
         self._wake, self._stirred = trio.Event(), trio.Event()
         self._planned = math.inf
-        self._traffic = ShardTraffic(self)
+        self.shards = ShardTraffic(self)
         self._known = tuple(known)
         self._down = down
 
@@ -138,8 +124,8 @@ class Gossiper:
 
     async def run(self) -> None:
         """Take part until cancelled, then say goodbye (within a second)."""
-        self.network.set_handler(TREE_PROTOCOL, self._serve_control)
-        self.network.set_handler(BULK_PROTOCOL, self._serve_bulk)
+        self.network.set_handler(TREE_PROTOCOL, self.control.serve)
+        self.network.set_handler(BULK_PROTOCOL, self.shards.serve)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -161,10 +147,15 @@ class Gossiper:
                 await self._leave()
 
     @property
+    def running(self) -> bool:
+        """Whether links are taken: ``run`` has begun and is not ending."""
+        return self._nursery is not None
+
+    @property
     def alone(self) -> bool:
         """Whether there is no neighbour, and none is being asked."""
         views = self.core.views
-        return self._nursery is None or not (views.active or views.pending or self._dialling)
+        return not self.running or not (views.active or views.pending or self.control.dialling)
 
     def contacts(self) -> list[Contact]:
         """Neighbours, then others that were heard of: what to remember for the next start."""
@@ -219,17 +210,17 @@ class Gossiper:
                 case Send(peer=peer, message=message):
                     link = self.links.get(peer)
                     if link is not None and not link.post(message):
-                        self.end(link, "it does not read what it is sent")
+                        self.control.end(link, "it does not read what it is sent")
                 case StartSend(peer=peer, version=number, index=index):
-                    self._traffic.start(peer, number, index)
+                    self.shards.start(peer, number, index)
                 case StopSend(peer=peer, version=number, index=index):
-                    self._traffic.stop(peer, number, index)
+                    self.shards.stop(peer, number, index)
                 case StopReceive(peer=peer, version=number, index=index):
-                    self._traffic.drop(peer, number, index)
+                    self.shards.drop(peer, number, index)
                 case Connect(contact=contact):
-                    self._connect(contact)
+                    self.control.connect(contact)
                 case Disconnect(peer=peer):
-                    self.spawn(self._part_later, peer)
+                    self.spawn(self.control.part_later, peer)
                 case Deliver(peer=peer, head=head):
                     self._delivered(peer, head)
                 case Ban(peer=peer, reason=reason):
@@ -269,13 +260,7 @@ class Gossiper:
             self.banned[peer] = reason
             self._on_report("banned", peer, reason)
             self.banned = dict(list(self.banned.items())[-MAX_BANNED:])
-        self.spawn(self._end_banned, peer, reason)  # not now: the machine is in the middle of it
-
-    async def _end_banned(self, peer: str, reason: str) -> None:
-        link = self.links.get(peer)
-        if link is not None:
-            self.end(link, reason)
-        await trio.lowlevel.checkpoint()
+        self.spawn(self.control.end_banned, peer, reason)  # not now: the machine is in the middle of it
 
     # --- time
 
@@ -314,160 +299,16 @@ class Gossiper:
             self._stirred = trio.Event()
             await trio.sleep(max(SWEEP_S, self.core.views.config.shuffle_period / 2))
             now = trio.current_time()
-            nobodys = [link for link in self.links.values() if not self._needed(link.peer_id)]
+            nobodys = [link for link in self.links.values() if not self.control.needed(link.peer_id)]
             for link in nobodys:
                 if now - link.since > STRANGER_S:
-                    self.end(link, "no neighbour", abruptly=False)
+                    self.control.end(link, "no neighbour", abruptly=False)
             self._on_change()
             transfer = self.core.transfer
             if nobodys or transfer.sending() or transfer.receiving():
                 self.stir()
 
-    def _needed(self, peer: str) -> bool:
-        return peer in self.core.views.active or peer in self.core.views.pending
-
-    async def _part_later(self, peer: str) -> None:
-        link = self.links.get(peer)
-        await trio.sleep(LINGER_S)
-        if link is not None and self.links.get(peer) is link and not self._needed(peer):
-            self.end(link, "parted", abruptly=False)
-
-    # --- connections
-
-    def _connect(self, contact: Contact) -> None:
-        peer = contact.peer_id
-        if peer in self._dialling:
-            return
-        self._dialling.add(peer)
-        self.spawn(self._dial, contact)
-
-    async def _dial(self, contact: Contact) -> None:
-        peer = contact.peer_id
-        stream: Stream | None = None
-        try:
-            if peer not in self.links and peer not in self.banned:
-                stream = await self._dialler.open(contact)
-        except PeerError as error:
-            log.debug("cannot link to %s: %s", peer, error)
-        finally:
-            self._dialling.discard(peer)
-        now = trio.current_time()
-        if stream is not None:
-            link = self._link(peer, stream)
-            self.spawn(self._read_own, link, stream)
-        elif peer not in self.links:
-            self.do(self.core.connect_failed(peer, now))
-            return
-        self.do(self.core.connected(peer, now))
-
-    def _link(self, peer: str, stream: Stream) -> Link:
-        """The link to ``peer``, with one stream more."""
-        link = self.links.get(peer)
-        if link is None:
-            link = self.links[peer] = Link(peer, trio.current_time())
-            link.streams.append(stream)
-            self.spawn(self._write, link)
-            self.stir()
-        else:
-            link.streams.append(stream)
-        return link
-
-    def end(self, link: Link, reason: str, *, abruptly: bool = True) -> None:
-        """Close a link and tell the machine; safe to call twice."""
-        if link.ended:
-            return
-        link.stop(reason)
-        del self.links[link.peer_id]
-        link.streams += self._traffic.ended(link)
-        if self._nursery is not None:
-            self._nursery.start_soon(partial(link.close, abruptly=abruptly))
-        self.stir()
-        log.debug("link to %s ended: %s", link.peer_id, reason)
-        self.do(self.core.disconnected(link.peer_id, trio.current_time()))
-
     async def _leave(self) -> None:
         links = list(self.links.values())
         self.do(self.core.leave(trio.current_time()))
         await part(links)
-
-    # --- streams
-
-    async def _serve_control(self, stream: Stream) -> None:
-        peer = stream.peer_id
-        link = self.links.get(peer)
-        full = len(self.links) >= MAX_LINKS if link is None else len(link.streams) >= 2
-        if self._nursery is None or peer in self.banned or full:
-            await stream.reset()
-            return
-        fresh = link is None
-        link = self._link(peer, stream)
-        if fresh:
-            self.do(self.core.connected(peer, trio.current_time()))
-        await self._read(link, stream)
-
-    async def _read_own(self, link: Link, stream: Stream) -> None:
-        with link.task():
-            await self._read(link, stream)
-
-    async def _write(self, link: Link) -> None:
-        with link.task():
-            try:
-                await link.write()
-            except BarnraiseError as error:
-                self.end(link, str(error))
-
-    async def _read(self, link: Link, stream: Stream) -> None:
-        """Take messages until the link ends; its end is ours to note, whatever the cause."""
-        reason = "the other side closed it"
-        reader = MessageReader(stream, _CONTROL)
-        try:
-            while not link.ended:
-                message = await reader.receive()
-                if message is None:
-                    break
-                await link.throttle()
-                await self._take(link, message)
-        except BarnraiseError as error:
-            reason = str(error)
-            if isinstance(error, MalformedError | SignatureError):
-                log.warning("the link to %s ends: %s", link.peer_id, error)
-        except Exception:
-            self.defects += 1
-            reason = "a message could not be handled"
-            log.exception("a message of %s could not be handled", link.peer_id)
-        self.end(link, reason)
-
-    async def _take(self, link: Link, message: Message) -> None:
-        if isinstance(message, Head | Opened):
-            try:
-                if isinstance(message, Opened):
-                    if self._needed(link.peer_id):
-                        await self.openings.believe(link.peer_id, message)
-                    return
-                await self.heads.believe(message)
-            except SignatureError as error:
-                if not link.ended:
-                    self._on_report("forged", link.peer_id, str(error))
-                    self.do(self.core.ban(link.peer_id, trio.current_time()))
-                raise
-        if not link.ended:
-            self.do(self.core.on_message(link.peer_id, message, trio.current_time()))
-
-    async def _serve_bulk(self, stream: Stream) -> None:
-        link = self.links.get(stream.peer_id)
-        if link is None or self._nursery is None or stream.peer_id in self.banned:
-            await stream.reset()
-            return
-        try:
-            await self._traffic.read(link, stream)
-        except BarnraiseError as error:
-            if isinstance(error, MalformedError):
-                log.warning("the link to %s ends: %s", link.peer_id, error)
-            if isinstance(error, MalformedError) or self._traffic.receives(link.peer_id):
-                self.end(link, str(error))
-            await stream.reset()
-        except Exception:
-            self.defects += 1
-            log.exception("a shard of %s could not be handled", link.peer_id)
-            self.end(link, "a shard could not be handled")
-            await stream.reset()

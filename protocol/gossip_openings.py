@@ -83,7 +83,7 @@ class OpeningTraffic:
         for peer in self._openings.due(self._owner.core.tree.eager):
             link = self._owner.links.get(peer)
             if link is not None and not link.post(Opened(opening=signed)):
-                self._owner.end(link, "it does not read what it is sent")
+                self._owner.control.end(link, "it does not read what it is sent")
 
     def published(self, manifest: Manifest) -> None:
         """A checked manifest is known: what was opened up to it is over."""

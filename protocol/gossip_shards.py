@@ -76,10 +76,6 @@ class ShardTraffic:
         kept = self._streams.pop(peer, None)
         return [] if kept is None else [kept[0]]
 
-    def receives(self, peer: str) -> bool:
-        """Whether a shard is on its way from ``peer``."""
-        return peer in self._receiving
-
     # --- out
 
     async def _send(self, link: Link, sending: Sending) -> None:
@@ -91,12 +87,12 @@ class ShardTraffic:
                 try:
                     whole = await self._deliver(link, sending)
                 except BarnraiseError as error:
-                    owner.end(link, str(error))
+                    owner.control.end(link, str(error))
                     return
                 except Exception:
                     owner.defects += 1
                     log.exception("a shard for %s could not be sent", peer)
-                    owner.end(link, "a shard could not be sent")
+                    owner.control.end(link, "a shard could not be sent")
                     return
             if link.ended or sending.stopped:
                 return
@@ -151,6 +147,26 @@ class ShardTraffic:
         return stream
 
     # --- in
+
+    async def serve(self, stream: Stream) -> None:
+        """Take a bulk stream that a neighbour opened, until it ends; a fault of its ends the link."""
+        link = self._owner.links.get(stream.peer_id)
+        if link is None or not self._owner.running or stream.peer_id in self._owner.banned:
+            await stream.reset()
+            return
+        try:
+            await self.read(link, stream)
+        except BarnraiseError as error:
+            if isinstance(error, MalformedError):
+                log.warning("the link to %s ends: %s", link.peer_id, error)
+            if isinstance(error, MalformedError) or link.peer_id in self._receiving:
+                self._owner.control.end(link, str(error))
+            await stream.reset()
+        except Exception:
+            self._owner.defects += 1
+            log.exception("a shard of %s could not be handled", link.peer_id)
+            self._owner.control.end(link, "a shard could not be handled")
+            await stream.reset()
 
     async def read(self, link: Link, stream: Stream) -> None:
         """Take what ``link``'s neighbour sends on one bulk stream until it ends.
