@@ -281,6 +281,14 @@ def test_status_says_what_a_person_wants_to_know():
     assert overview({"kind": "coordinator"}, 0.0)
 
 
+def test_status_says_that_new_keys_are_turned_away():
+    newcomers = {"per_day": 64, "let_in": 70, "refused": 900, "turned_away_1h": 130}
+    rows = dict(overview({**COORDINATOR, "newcomers": newcomers}, time.time()))
+    assert rows["new keys"].startswith("130 turned away within the last hour: more than 64 a day")
+    calm = dict(overview({**COORDINATOR, "newcomers": {**newcomers, "turned_away_1h": 0}}, time.time()))
+    assert "new keys" not in calm
+
+
 def test_the_live_panel_fits_80_columns_and_garbles_nothing():
     console = Console(width=80, height=24, force_terminal=False, no_color=True)
     busy = {**NODE, "state": "generating", "unit": {"completions": 24, "of": 64}}

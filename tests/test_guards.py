@@ -184,11 +184,16 @@ def test_versions_that_a_rollback_left_are_no_evidence():
         ("verifier-backlog", replace(CALM, oldest_waiting_ms=100_000 - 700_000)),
         ("volunteers-lost", replace(CALM, live=3)),
         ("clock-back", replace(CALM, now_ms=-100_000)),
+        ("newcomer-flood", replace(CALM, turned_away=21)),
         ("stall", replace(CALM, now_ms=20_000 + 1_900_000)),
     ],
 )
 def test_what_stops_a_run_is_named(kind, seen):
     assert [finding.kind for finding in look(healthy(), seen, LIMITS)] == [kind]
+
+
+def test_some_new_keys_that_are_turned_away_are_no_flood():
+    assert look(healthy(), replace(CALM, turned_away=20), LIMITS) == []
 
 
 def test_a_run_that_is_paused_or_alone_does_not_stall():

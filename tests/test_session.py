@@ -125,6 +125,34 @@ async def test_a_refusal_carries_its_code(autojump_clock: trio.testing.MockClock
         assert caught.value.code == "unknown-lease"
 
 
+@pytest.mark.parametrize(
+    ("code", "seconds", "told"),
+    [
+        *(("newcomers", 12_600, ("newcomers", 12_600)), ("busy", 0, ("busy", 0)), ("", 7, ("refused", 7))),
+        *(("n;retry=1000000000", 0, ("n", 0)), ("n;retry=999999999", 0, ("n", 86_400))),
+        ("x" * 99, 5, ("x" * 56, 5)),
+    ],
+)
+async def test_a_refusal_says_when_to_come_again(
+    autojump_clock: trio.testing.MockClock, code: str, seconds: int, told: tuple[str, int]
+) -> None:
+    async def refuse(message: Message) -> Message:
+        error = RefusedError("", "later", seconds)
+        error.code = code  # also what only somebody else's coordinator would say
+        raise error
+
+    async with pair(refuse) as (session, _):
+        with pytest.raises(RefusedError, match="later") as caught:
+            await session.request(lambda number: LeaseRequest(id=number, policy_version=0), LeaseReply)
+        assert (caught.value.code, caught.value.retry_after_s) == told
+
+
+@pytest.mark.parametrize("end", ["", "x", "-1", "1.5", "\u0663", "0x10", " 5", "1e3"])
+def test_a_code_that_does_not_say_when_is_a_code_all_the_same(end: str) -> None:
+    error = RefusedError(f"newcomers;retry={end}", "later")
+    assert (error.code, error.retry_after_s) == ("newcomers", 0)
+
+
 async def test_a_failing_handler_refuses_and_the_session_goes_on(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:

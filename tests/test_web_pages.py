@@ -15,6 +15,7 @@ from trio.testing import MockClock
 from web_support import BIDI, EVIL, Web, connect, key_of, ordinary, website
 
 from barnraise.coordinator.web.app import POLICY
+from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.identity import peer_id_of
 
 PAGES = (
@@ -276,6 +277,24 @@ async def test_metrics_can_be_read_and_count_what_happened(web: Web, autojump_cl
     assert value("barnraise_http_first_byte_seconds_count") >= 1
     assert value("process_resident_memory_bytes") > 0
     assert "anna" not in text
+
+
+async def test_new_keys_are_counted_and_nothing_says_where_they_come_from(
+    web: Web, autojump_clock: MockClock
+) -> None:
+    with web.door.counting(b"k" * 32, "peer"):
+        pass
+    for key in (b"l" * 32, b"l" * 32, b"m" * 32):
+        with pytest.raises(RefusedError):
+            web.door.check(key, "peer")
+    web.clock[0] += 1000
+    text = (await web.get("/metrics")).text
+    for line in ("new_keys_total 1.0", "new_keys_refused_total 3.0", "new_keys_waiting 2.0"):
+        assert f"\nbarnraise_{line}\n" in text
+    run = (await web.get("/api/v1/run")).text
+    assert '"turned_away_1h": 2' in run or '"turned_away_1h":2' in run
+    for path in ("/", "/nodes", "/ledger", "/metrics", "/api/v1/run"):
+        assert "203.0.113.9" not in (await web.get(path)).text
 
 
 async def test_live_figures_come_when_they_change(web: Web, autojump_clock: MockClock) -> None:

@@ -17,6 +17,7 @@ from coordinator_support import make_run, opened
 
 from barnraise.coordinator.commands import operator_commands
 from barnraise.coordinator.core import Core, Offload, in_place
+from barnraise.coordinator.door import Door
 from barnraise.coordinator.draining import Drain
 from barnraise.coordinator.events import (
     AppealDecided,
@@ -37,6 +38,8 @@ from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.log_belt import LogBelt
 from barnraise.coordinator.log_folder import LogFolder
+from barnraise.coordinator.newcomer_book import NewcomerBook
+from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.operator_events import AlarmRaised, RunPaused
 from barnraise.coordinator.progress import Progress
 from barnraise.coordinator.status import state_tree
@@ -84,6 +87,7 @@ class Web:
     run_folder: Path
     clock: list[int]
     ended: trio.Event  # by "stop" or "drain"
+    door: Door  # one new key a day
 
     async def record(self, events: Iterable[Event], group: int = 16) -> None:
         """In several durable writes."""
@@ -126,11 +130,13 @@ async def website(
             journal, run.spec, run.run_id, run.identity, lambda: clock[0], offload, published=out_there.size
         )
         public_log = LogBelt(core, run.identity, out_there, run.signed_spec)
+        where = NewcomerLimits(1), NewcomerBook(run.path, run.identity)
+        door = Door(core, lambda peer: "/ip4/203.0.113.9/tcp/1", *where)
 
         def state() -> dict[str, Any]:
             network: Any = FakeNetwork()
             return state_tree(
-                core, hub, progress, network, START, None, run.path, public_log, with_nodes=False
+                core, hub, progress, network, START, None, run.path, public_log, door, with_nodes=False
             )
 
         service = WebService(core, hub, out_there, run.path, state, admin=admin)
@@ -145,7 +151,7 @@ async def website(
                 nursery.start_soon(service.run, http or ())
                 nursery.start_soon(drain.run)
                 async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-                    yield Web(core, service, public_log, client, hub, progress, run.path, clock, ended)
+                    yield Web(core, service, public_log, client, hub, progress, run.path, clock, ended, door)
                 nursery.cancel_scope.cancel()
         finally:
             journal.close()

@@ -81,10 +81,16 @@ def invite(
         return
     typer.echo(reply["invite"])
     typer.echo(f"good for {uses}, until {_moment(reply['expires_at'])}; id {reply['id'][:12]}", err=True)
-    if reply["admission"] != "invite":
+    if reply["admission"] == "open":
         typer.echo(
-            f"the run is open to {MODES[reply['admission']]}: 'barnraise admit mode {folder} invite' "
-            "makes invites count",
+            "the run is open to everybody: an invite counts where too many new keys came from one address; "
+            f"'barnraise admit mode {folder} invite' takes nobody else",
+            err=True,
+        )
+    elif reply["admission"] == "allow":
+        typer.echo(
+            f"the run is open to {MODES['allow']}: 'barnraise admit mode {folder} invite' makes invites "
+            "count",
             err=True,
         )
 
@@ -171,7 +177,10 @@ def _say_list(reply: dict[str, Any], key: str, what: str, as_json: bool) -> None
     if not reply[key]:
         typer.echo("nothing to change")
     if reply["admission"] == "open":
-        typer.echo("the run is open to everybody: the list counts in modes invite and allow ('admit mode')")
+        typer.echo(
+            "the run is open to everybody: the list counts where too many new keys came from one address, "
+            "and in modes invite and allow ('admit mode')"
+        )
 
 
 def _moment(at_ms: int) -> str:
