@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import trio
 
 from barnraise.coordinator.audit import review_events
+from barnraise.coordinator.audit_fold import APPEAL_EVERY_MS
 from barnraise.coordinator.block_fold import BlockWork
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.patience import WorkerAwayError
 from barnraise.coordinator.state import REMEMBERED_VERSIONS, Node, State, Submission
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.coordinator.verify_belt import FIRST_RETRY_S, LAST_RETRY_S, MAX_ATTEMPTS, unverifiable
 from barnraise.coordinator.workers import Judged, Verifier, VerifyJob
 from barnraise.protocol.envelope import content_id, open_signed
@@ -87,10 +89,15 @@ def check_appeal(state: State, node: Node, receipt: Receipt, now_ms: int) -> Sub
         raise RefusedError("appealed-before", "one appeal is heard for each submission")
     if item.status != "rejected":
         raise RefusedError("not-rejected", "the submission was not rejected: there is nothing to appeal")
-    if node.next_appeal_at > now_ms:
-        wait = (node.next_appeal_at - now_ms) / 1000
-        raise RefusedError("appeal-later", f"one appeal in ten minutes: the next in {wait:.0f} s")
+    if wait := appeal_wait_ms(node, now_ms):
+        raise RefusedError("appeal-later", f"one appeal in ten minutes: the next in {wait / 1000:.0f} s")
     return item
+
+
+def appeal_wait_ms(node: Node, now_ms: int) -> int:
+    """ms until a node may appeal again. If it is longer than the rule says, the clock went back."""
+    wait = node.next_appeal_at - now_ms
+    return wait if 0 < wait <= APPEAL_EVERY_MS + CLOCK_BACK_MS else 0
 
 
 @dataclass

@@ -30,6 +30,7 @@ from barnraise.coordinator.events import (
     SubmissionJudged,
 )
 from barnraise.coordinator.state import Node, State, Submission
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.coordinator.workers import Judged
 from barnraise.protocol.ledger import credit_for
 from barnraise.protocol.standing import (
@@ -203,6 +204,11 @@ def ban_ms(bans: int) -> int:
 def is_banned(node: Node, now_ms: int) -> bool:
     """Whether a ban is in force."""
     return node.banned_until > now_ms
+
+
+def quiet_ms(node: Node, now_ms: int) -> int:
+    """ms until a node may have its next lease. A pause that was set on a clock ahead of now is over."""
+    return max(0, node.quiet_until - now_ms) if node.quiet_from <= now_ms + CLOCK_BACK_MS else 0
 
 
 def ban_text(node: Node) -> str:

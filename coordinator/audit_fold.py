@@ -24,6 +24,7 @@ from barnraise.coordinator.events import (
     SubmissionJudged,
 )
 from barnraise.coordinator.pool import enter_pool, leave_pool
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.standing import ALL, UNAUDITED, UNVERIFIABLE
 
 if TYPE_CHECKING:  # the state's fold imports this module
@@ -88,7 +89,7 @@ def note_verdict(node: Node, submission: Submission, event: SubmissionJudged) ->
 def strike(node: Node, at_ms: int, offence: bool = True) -> None:
     """A mark against a node, and a longer pause; ``offence``: one towards a ban, too."""
     node.strikes = min(MAX_STRIKES, node.strikes + 1)
-    node.quiet_until = at_ms + strike_pause_ms(node.strikes)
+    node.quiet_from, node.quiet_until = at_ms, at_ms + strike_pause_ms(node.strikes)
     if offence:
         node.offences = min(node.offences + 1, MAX_OFFENCES)
 
@@ -97,8 +98,8 @@ def note_unfinished(node: Node, at_ms: int) -> None:
     """A lease ended without work; doing so often costs a pause."""
     node.unfinished = min(node.unfinished + 1, UNFINISHED_FREE + MAX_STRIKES)
     pause = strike_pause_ms(max(0, node.unfinished - UNFINISHED_FREE))
-    if pause:
-        node.quiet_until = max(node.quiet_until, at_ms + pause)
+    if pause and (node.quiet_until < at_ms + pause or node.quiet_from > at_ms + CLOCK_BACK_MS):
+        node.quiet_from, node.quiet_until = at_ms, at_ms + pause
 
 
 def make_good(node: Node, at_ms: int) -> None:
@@ -226,6 +227,8 @@ def _ban(state: State, event: NodeBanned) -> None:
     node = _node(state, event.node)
     if event.until <= event.at_ms:
         raise EventError("a ban ends after it began")
+    node.banned_from, node.banned_until, node.ban_reason = event.at_ms, event.until, event.reason
+    if event.moved:
+        return
     node.bans += 1
-    node.banned_until, node.ban_reason = event.until, event.reason
     node.ban_offences, node.offences = (node.offences, 0) if event.by_rule else (0, node.offences)

@@ -8,14 +8,15 @@ gets it again where that is possible (its residual and its shards are there alre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from barnraise.coordinator.audit import ban_text, is_banned
+from barnraise.coordinator.audit import ban_text, is_banned, quiet_ms
 from barnraise.coordinator.block_events import RoundFormed
 from barnraise.coordinator.events import Event, LeaseClosed, LeaseTimedOut
-from barnraise.coordinator.scheduler import BUSY_RETRY_MS, MAX_RETRY_MS, Resend, Wait, why_quiet
+from barnraise.coordinator.scheduler import BUSY_RETRY_MS, MAX_RETRY_MS, NOT_MOVED, Resend, Wait, why_quiet
 from barnraise.coordinator.state import Node, State
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.pretrain import PretrainSpec, last_block_version
 
 HELD_PER_NODE = 4  # timed-out leases included
@@ -51,8 +52,7 @@ def decide_block_lease(
         return Wait(f"blocks are trained from version {state.head}: load it and ask again", 500)
     if state.head == last_block_version(spec) or blocks.round is not None or state.unpublished is not None:
         return Wait("the learner is putting the blocks together", BUSY_RETRY_MS)
-    if node.quiet_until > now_ms:
-        pause = node.quiet_until - now_ms
+    if pause := quiet_ms(node, now_ms):
         return Wait(
             f"{why_quiet(node)}: the next lease comes in {pause / 1000:.0f} s", min(pause, MAX_RETRY_MS)
         )
@@ -110,7 +110,8 @@ def form_round(state: State, spec: PretrainSpec, now_ms: int) -> RoundFormed | N
     if state.head == last_block_version(spec):
         return RoundFormed(version=state.head + 1, submissions=(), at_ms=now_ms)
     filled = Counter(block for block, _ in blocks.accepted)
-    over = now_ms >= round_ends(state, spec)
+    went_back = now_ms + CLOCK_BACK_MS < blocks.opened_at  # the clock: nobody knows how long it has been
+    over = went_back or now_ms >= round_ends(state, spec)
     needed = spec.quorum if over else spec.contributors
     if any(filled[block] < needed for block in range(spec.blocks)):
         return None
@@ -128,18 +129,20 @@ def expired(
     now_ms: int,
     spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False,
     among: Iterable[bytes] | None = None,
+    earlier: Mapping[bytes, int] = NOT_MOVED,
 ) -> list[Event]:
     """Timeouts and deadlines of block leases that have passed, as events; ``spared`` ones outlive theirs.
 
-    Of the leases ``among``, or of all.
+    Of the leases ``among``, or of all. Those in ``earlier`` end so many ms before their terms say.
     """
     events: list[Event] = []
     for lease_id in state.blocks.leases if among is None else among:
         hold = state.blocks.leases.get(lease_id)
         if hold is None:
             continue
-        if hold.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
+        there = now_ms + earlier.get(lease_id, 0)
+        if hold.terms.deadline_at <= there and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
-        elif hold.terms.timeout_at <= now_ms and not hold.timed_out:
+        elif hold.terms.timeout_at <= there and not hold.timed_out:
             events.append(LeaseTimedOut(lease_id=lease_id, at_ms=now_ms))
     return events

@@ -189,13 +189,17 @@ class OffenceNoted(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeBanned(Struct, frozen=True, kw_only=True, tag=True):
-    """No work for a node until a moment; it ends by itself. ``by_rule``: not by the operator's hand."""
+    """No work for a node until a moment; it ends by itself. ``by_rule``: not by the operator's hand.
+
+    ``moved``: it is the ban in force, whose end is another because the clock went back.
+    """
 
     node: bytes
     reason: str
     until: int
     by_rule: bool
     at_ms: int
+    moved: bool = False
 
 
 class BanLifted(Struct, frozen=True, kw_only=True, tag=True):

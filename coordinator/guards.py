@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from barnraise.coordinator.state_parts import VersionInfo
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS, VersionInfo
 from barnraise.coordinator.workers import TrainStats
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -107,9 +107,7 @@ GRAVE = frozenset(
 )
 """Those that may pause the run."""
 
-OF_THE_MOMENT = frozenset(
-    ("verifier-backlog", "volunteers-lost", "stall", "clock-back", "newcomer-flood")
-)
+OF_THE_MOMENT = frozenset(("verifier-backlog", "volunteers-lost", "stall", "clock-back", "newcomer-flood"))
 """Those that are about now, not about the newest versions."""
 
 THRESHOLDS: dict[str, tuple[str, ...]] = {
@@ -134,7 +132,7 @@ THRESHOLDS: dict[str, tuple[str, ...]] = {
 
 MIN_LEVEL = 0.05  # rewards and accuracies below this are no level to fall from
 MIN_VOLUNTEERS = 4
-CLOCK_BACK_S = 60.0
+CLOCK_BACK_S = CLOCK_BACK_MS / 1000
 ENTROPY_CALM = 0.1  # nats: a policy this sure of each token dissolves nowhere, however sure it was before
 ENTROPY_FLOOR = 0.02  # nats: what a policy that has learnt its task may come down to
 _BACK = (
@@ -356,7 +354,7 @@ def _stall(versions: Sequence[VersionInfo], seen: Seen, limits: GuardLimits) -> 
 
 
 def _clock(versions: Sequence[VersionInfo], seen: Seen) -> Finding | None:
-    """The clock went back: what was to end at some moment, also an alarm's patience, ends that much later."""
+    """The clock went back: leases and bans have been moved, but nothing seems late until it has caught up."""
     if not versions:
         return None
     behind = (versions[-1].at_ms - seen.now_ms) / 1000
@@ -364,7 +362,8 @@ def _clock(versions: Sequence[VersionInfo], seen: Seen) -> Finding | None:
         return None
     text = (
         f"this machine's clock is {behind:,.0f} s behind the time of version {versions[-1].version}: leases "
-        "and bans that were given before end that much later, and nothing seems late; set the clock, or wait"
+        "and bans end as they were meant to, but invites end that much later, and a stall or a backlog "
+        "goes unnoticed; set the clock, or wait"
     )
     return Finding("clock-back", behind, CLOCK_BACK_S, text)
 

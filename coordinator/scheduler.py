@@ -7,11 +7,11 @@ whose work was rejected should get geometrically less (R19).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from barnraise.coordinator.audit import ban_text, is_banned
+from barnraise.coordinator.audit import ban_text, is_banned, quiet_ms
 from barnraise.coordinator.events import BatchFormed, Event, LeaseClosed, LeaseTimedOut, SubmissionsSkipped
 from barnraise.coordinator.state import Node, State
 from barnraise.protocol.spec import RolloutSpec
@@ -22,6 +22,7 @@ DURATIONS_NEEDED = 8
 BUSY_RETRY_MS = 1_000
 DONE_RETRY_MS = 60_000
 MAX_RETRY_MS = 600_000
+NOT_MOVED: Mapping[bytes, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ def decide_lease(
     version = _refuse_version(state, spec, policy_version)
     if version is not None:
         return version
-    if node.quiet_until > now_ms:
-        pause = node.quiet_until - now_ms
+    if pause := quiet_ms(node, now_ms):
         return Wait(
             f"{why_quiet(node)}: the next lease comes in {pause / 1000:.0f} s", min(pause, MAX_RETRY_MS)
         )
@@ -242,18 +242,20 @@ def expired(
     now_ms: int,
     spared: Callable[[bytes, int], bool] = lambda lease_id, now_ms: False,
     among: Iterable[bytes] | None = None,
+    earlier: Mapping[bytes, int] = NOT_MOVED,
 ) -> list[Event]:
     """Timeouts and deadlines that have passed, as events; ``spared`` leases outlive their deadline.
 
-    Of the leases ``among``, or of all.
+    Of the leases ``among``, or of all. Those in ``earlier`` end so many ms before their terms say.
     """
     events: list[Event] = []
     for lease_id in state.leases if among is None else among:
         lease = state.leases.get(lease_id)
         if lease is None:
             continue
-        if lease.terms.deadline_at <= now_ms and not spared(lease_id, now_ms):
+        there = now_ms + earlier.get(lease_id, 0)  # the time on the clock that the terms were set on
+        if lease.terms.deadline_at <= there and not spared(lease_id, now_ms):
             events.append(LeaseClosed(lease_id=lease_id, reason="expired", at_ms=now_ms))
-        elif lease.terms.timeout_at <= now_ms and not lease.timed_out:
+        elif lease.terms.timeout_at <= there and not lease.timed_out:
             events.append(LeaseTimedOut(lease_id=lease_id, at_ms=now_ms))
     return events

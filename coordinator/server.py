@@ -25,11 +25,13 @@ from barnraise.coordinator.appeals import AppealBelt
 from barnraise.coordinator.audit import Pressure, epoch_events
 from barnraise.coordinator.block_belt import BlockBelt
 from barnraise.coordinator.block_files import serve_corpus
+from barnraise.coordinator.clock_back import ClockBack
 from barnraise.coordinator.commands import operator_commands
 from barnraise.coordinator.core import Core, Offload, in_thread
 from barnraise.coordinator.deadlines import Deadlines
 from barnraise.coordinator.door import Door
 from barnraise.coordinator.draining import Drain
+from barnraise.coordinator.events import Event
 from barnraise.coordinator.folder import Run
 from barnraise.coordinator.greeter import Greeter
 from barnraise.coordinator.guard_belt import GuardBelt
@@ -164,7 +166,7 @@ async def run_coordinator(
         public_log = LogBelt(core, run.identity, out_there, run.signed_spec)
         take = in_child(run.path) if offload is in_thread else None
         keeper = SnapshotBelt(core, public_log, snapshots, take)
-        hub, progress, deadlines = Hub(), Progress(), Deadlines(core)
+        hub, progress = Hub(), Progress()
         greeter = Greeter(hub, now_ms, hello, floor)
         store = DiskStore(run.store_path)
         door = Door(core, network.observed, newcomers, NewcomerBook(run.path, run.identity))
@@ -178,6 +180,7 @@ async def run_coordinator(
             run_folder=run.path,
             minor_of=greeter.minor_of,
         )
+        due = partial(_due, core, sessions, Deadlines(core), ClockBack(core))
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
         verify = VerifyBelt(core, verifier, progress, pressure)
@@ -208,6 +211,7 @@ async def run_coordinator(
                 if run.spec.pretrain is not None:
                     await offload(partial(serve_corpus, run.path, run.spec.pretrain.corpus, store))
                 await publish.serve_head()
+                await _catch_up(core, due)
                 end_soon = partial(nursery.start_soon, _end_soon, end or nursery.cancel_scope.cancel)
                 drain = Drain(core, progress, end_soon, guards.pause)
                 commands = operator_commands(core, run, drain, end_soon)
@@ -236,7 +240,7 @@ async def run_coordinator(
                 nursery.start_soon(publish.run)
                 nursery.start_soon(guard.run)
                 nursery.start_soon(drain.run)
-                nursery.start_soon(_tick, core, sessions, greeter, deadlines, pressure is not None)
+                nursery.start_soon(_tick, core, sessions, greeter, due, pressure is not None)
                 if web is not None:
                     web.admin.commands = commands
                     nursery.start_soon(web.run, http or ())
@@ -279,7 +283,26 @@ def _push_receipts(hub: Hub, write: Write) -> None:
         hub.send_receipt(receipt.node, receipt.signed)
 
 
-async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Deadlines, spares: bool) -> None:
+def _due(core: Core, sessions: Sessions, deadlines: Deadlines, clock_back: ClockBack) -> list[Event]:
+    """Timeouts and deadlines that have passed, and what a clock that went back moves: recorded at once."""
+    now = core.now_ms()
+    sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)
+    return deadlines.due(now, sessions.turned_away.waits) + clock_back.due(now)
+
+
+async def _catch_up(core: Core, due: Callable[[], list[Event]]) -> None:
+    """What ended while no coordinator ran has ended before anybody asks for work, or hands some in."""
+    try:
+        if events := due():
+            await core.record(events)
+            unit_lines.overdue(events)
+    except StorageError as error:
+        log.error("%s", error)
+
+
+async def _tick(
+    core: Core, sessions: Sessions, greeter: Greeter, due_now: Callable[[], list[Event]], spares: bool
+) -> None:
     """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
     head_at = trio.current_time() + TREE_HEAD_EVERY_S
     signed_size = 0
@@ -289,8 +312,7 @@ async def _tick(core: Core, sessions: Sessions, greeter: Greeter, deadlines: Dea
         greeter.end_old()
         try:
             now, complete = core.now_ms(), scheduler.is_complete(core.state, core.settings.rollout)
-            sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)
-            due = deadlines.due(now, sessions.turned_away.waits)
+            due = due_now()
             if spares or core.state.epochs:
                 due += epoch_events(core.state, complete or not spares, core.audit_seed, now)
             if due:

@@ -15,6 +15,7 @@ from barnraise.coordinator.events import (
 from barnraise.coordinator.hub import Hub, Live
 from barnraise.coordinator.journal import Write
 from barnraise.coordinator.state import Node
+from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.messages import NoticePush, StandingPush
 
@@ -29,7 +30,7 @@ def standing_of(node: Node, now_ms: int) -> StandingPush:
         verified=node.audit.streak,
         needed=node.audit.needed,
         strikes=node.strikes,
-        quiet_until=max(0, node.quiet_until),
+        quiet_until=max(0, node.quiet_until) if node.quiet_from <= now_ms + CLOCK_BACK_MS else 0,
         banned_until=node.banned_until if banned else 0,
         reason=reason[:500],
     )

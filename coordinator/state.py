@@ -97,6 +97,7 @@ class State:
 
     max_lag: int
     run_id: bytes = b""
+    last_ms: int = 0  # when the newest event was, by the clock of then
     head: int = -1
     next_unit: int = 0
     free_units: list[int] = field(default_factory=list)
@@ -201,6 +202,7 @@ def apply(state: State, event: Event) -> None:
                 for lease_id in state.nodes[event.node].leases:
                     _release(state, state.leases[lease_id])
                 block_fold.banned(state.blocks, event.node)
+    state.last_ms = event.at_ms
 
 
 def _require(condition: bool, text: str) -> None:

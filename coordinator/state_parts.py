@@ -11,12 +11,17 @@ from barnraise.protocol.messages import RolloutLease, Verdict
 from barnraise.protocol.standing import AuditRecord, Unproven
 
 SubmissionStatus = Literal["waiting", "accepted", "rejected", "training", "used", "skipped", "stale", "void"]
+CLOCK_BACK_MS = 60_000  # what was set so far ahead of now was set on a clock that has gone back since
 SETTLED: frozenset[SubmissionStatus] = frozenset({"rejected", "used", "skipped", "stale", "void"})
 
 
 @dataclass(slots=True)
 class Node:
-    """One key. ``strikes`` counts rejections not yet made good; ``quiet_until`` is when it may ask again."""
+    """One key. ``strikes`` counts rejections not yet made good; ``quiet_until`` is when it may ask again.
+
+    ``quiet_from``, ``banned_from``: when those pauses were set, so that one that is set on a clock that
+    went back later is known.
+    """
 
     key: bytes
     name: str
@@ -26,6 +31,7 @@ class Node:
     credit: int = 0
     strikes: int = 0
     quiet_until: int = 0
+    quiet_from: int = 0
     unjudged: int = 0
     unfinished: int = 0  # leases that expired or were given back, not yet made good
     leases: dict[bytes, None] = field(default_factory=dict)  # open or timed out, oldest first
@@ -36,6 +42,7 @@ class Node:
     offences: int = 0  # towards a ban
     bans: int = 0
     banned_until: int = 0
+    banned_from: int = 0
     ban_reason: str = ""
     ban_offences: int = 0  # that led to the ban in force
     next_appeal_at: int = 0
