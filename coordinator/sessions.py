@@ -69,7 +69,7 @@ from barnraise.protocol.messages import (
 from barnraise.protocol.network import Stream
 from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.pseudonym import pseudonym
-from barnraise.protocol.session import Intake, ServerSession
+from barnraise.protocol.server_session import Intake, ServerSession
 from barnraise.protocol.unit_context import about
 from barnraise.protocol.wire import printable
 

@@ -55,7 +55,7 @@ from barnraise.protocol.messages import (
 )
 from barnraise.protocol.network import Stream
 from barnraise.protocol.runid import run_id
-from barnraise.protocol.session import ServerSession
+from barnraise.protocol.server_session import ServerSession
 from barnraise.protocol.shards import serve_shards
 from barnraise.protocol.spec import (
     RunSpec,

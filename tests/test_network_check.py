@@ -15,7 +15,7 @@ from barnraise.protocol.hello import answer_hello
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import HELLO_PROTOCOL, SESSION_PROTOCOL, Message
 from barnraise.protocol.network import Stream
-from barnraise.protocol.session import ServerSession
+from barnraise.protocol.server_session import ServerSession
 
 
 @pytest.mark.parametrize("ahead_ms", [0, 3_600_000, -20_000])

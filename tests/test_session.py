@@ -24,7 +24,8 @@ from barnraise.protocol.messages import (
     SubmitRequest,
 )
 from barnraise.protocol.network import Stream
-from barnraise.protocol.session import MAX_IN_FLIGHT, Intake, ServerSession, Session
+from barnraise.protocol.server_session import MAX_IN_FLIGHT, Intake, ServerSession
+from barnraise.protocol.session import Session
 from barnraise.protocol.wire import frame
 
 Handle = Callable[[Message], Awaitable[Message]]
