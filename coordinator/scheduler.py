@@ -76,6 +76,7 @@ def decide_lease(
         if lease.timed_out:
             continue
         stays = lease.instance == instance and lease.terms.policy_version == policy_version
+        stays = stays and lease.terms.timeout_at > now_ms  # else it is over, and nobody has noted it yet
         (mine if stays else release).append(lease_id)
     on_probation = node.accepted == 0 or node.strikes > 0
     if len(mine) >= (1 if on_probation else leases_per_node):

@@ -92,6 +92,15 @@ def test_a_proven_node_may_hold_two_units_and_gets_the_newest_again_when_it_asks
     assert ask(state) == Resend(second.lease_id)
 
 
+def test_a_lease_that_is_over_is_not_lent_again_though_nobody_has_noted_it_yet() -> None:
+    state = started()
+    terms = grant(state, 10)
+    assert ask(state, now=terms.timeout_at - 1) == Resend(terms.lease_id)
+    decision = ask(state, now=terms.timeout_at)
+    assert isinstance(decision, Grant)
+    assert decision.release == (terms.lease_id,)
+
+
 def test_a_restarted_node_is_not_held_up_by_what_its_former_process_held() -> None:
     state = proven()
     grant(state, 10)

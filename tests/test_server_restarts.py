@@ -140,3 +140,40 @@ async def test_a_full_disk_is_said_to_the_node_and_its_work_is_taken_later(
         assert not (await ann.submit(work)).duplicate
         await until(lambda: coordinator.state()["accepted"] == 1)
         assert "free some disk space" not in coordinator.state()["reason"]
+
+
+async def after_a_restart(tmp_path: Path, down_s: float, wait_s: float, asks: bool) -> object:
+    """What a node is told that took a lease of 30 s, honoured for 60 s, before the coordinator was away."""
+    folder = make_run(tmp_path, name=f"{down_s}-{wait_s}-{asks}", timeout_s=30.0, deadline_s=60.0)
+    swarm = MemorySwarm()
+    async with coordinating(swarm, folder) as coordinator:
+        await head_is(coordinator, 0)
+        async with node(swarm, coordinator) as ann:
+            lent = await ann.lease()
+    await trio.sleep(down_s)
+    async with coordinating(swarm, folder, seed=1) as coordinator:
+        await trio.sleep(wait_s)
+        async with node(swarm, coordinator) as ann:
+            if not asks:
+                try:
+                    await ann.submit(ann.signed_work(lent))
+                except RefusedError as error:
+                    return error.code
+                return "taken"
+            again = await ann.lease()
+            assert trio.current_time() * 1000 + 1_000_000 < again.timeout_at
+            assert again.unit_id == lent.unit_id
+            return again.lease_id == lent.lease_id
+
+
+@pytest.mark.parametrize(
+    ("down_s", "answer", "same"),
+    [(20.0, "taken", True), (40.0, "taken", False), (59.8, "taken", False), (70.0, "expired-lease", False)],
+)
+async def test_the_first_moments_after_a_restart_are_like_any_other(
+    tmp_path: Path, autojump_clock: Clock, down_s: float, answer: str, same: bool
+) -> None:
+    """What ended meanwhile has ended, whether a timer has run since or not."""
+    for wait_s in (0.0, 2.0) if down_s != 59.8 else (0.0,):
+        assert await after_a_restart(tmp_path, down_s, wait_s, asks=False) == answer
+        assert await after_a_restart(tmp_path, down_s, wait_s, asks=True) is same
