@@ -59,7 +59,7 @@ def decide_block_lease(
     release = []
     for lease_id in blocks.held.get(node.key, ()):
         hold = blocks.leases[lease_id]
-        if hold.timed_out:
+        if hold.timed_out or hold.terms.timeout_at <= now_ms:
             continue
         if hold.instance == instance and hold.terms.policy_version == state.head:
             return Resend(lease_id)
