@@ -58,7 +58,7 @@ class BlockDesk:
         """Lend a place of the round, or say why not."""
         core, now = self._core, self._core.now_ms()
         decision = block_scheduler.decide_block_lease(
-            core.state, self._spec, node, live.instance, message.policy_version, now
+            core.state, self._spec, node, message.policy_version, now
         )
         if isinstance(decision, Wait):
             return later(message, decision)

@@ -24,7 +24,7 @@ HELD_PER_NODE = 4  # timed-out leases included
 
 @dataclass(frozen=True, slots=True)
 class BlockGrant:
-    """Lend this place. Leases in ``release`` of the same node stop reserving theirs first."""
+    """Lend this place. Leases of earlier rounds in ``release`` stop reserving theirs first."""
 
     block: int
     slot: int
@@ -40,9 +40,9 @@ def in_blocks(state: State, spec: PretrainSpec | None) -> bool:
 
 
 def decide_block_lease(
-    state: State, spec: PretrainSpec, node: Node, instance: bytes, policy_version: int, now_ms: int
+    state: State, spec: PretrainSpec, node: Node, policy_version: int, now_ms: int
 ) -> BlockGrant | Resend | Wait:
-    """Answer a lease request of ``node``, whose process is ``instance`` and holds ``policy_version``."""
+    """Answer a lease request of ``node``, which holds ``policy_version``; it has one place at a time."""
     blocks = state.blocks
     if is_banned(node, now_ms):
         return Wait(ban_text(node), min(node.banned_until - now_ms, MAX_RETRY_MS))
@@ -61,14 +61,15 @@ def decide_block_lease(
         hold = blocks.leases[lease_id]
         if hold.timed_out or hold.terms.timeout_at <= now_ms:
             continue
-        if hold.instance == instance and hold.terms.policy_version == state.head:
+        if hold.terms.policy_version == state.head:
+            # Whichever process asks: a second lease of the place would have the same training paid twice.
             return Resend(lease_id)
         release.append(lease_id)
     if len(blocks.held.get(node.key, ())) >= HELD_PER_NODE:
         return Wait("too many leases are still open under this key", 30_000)
     if (node.accepted == 0 or node.strikes > 0) and node.unjudged > 0:
         return Wait("the verdict on this key's last submission comes first", BUSY_RETRY_MS // 2)
-    place = _place(state, spec, node.key, release)
+    place = _place(state, spec, node.key)
     if place is None:
         return Wait("every place of this round that this node may take is taken", BUSY_RETRY_MS)
     block, slot = place
@@ -82,12 +83,11 @@ def decide_block_lease(
     )
 
 
-def _place(state: State, spec: PretrainSpec, node: bytes, release: list[bytes]) -> tuple[int, int] | None:
+def _place(state: State, spec: PretrainSpec, node: bytes) -> tuple[int, int] | None:
     """The free place that this node should take: its last block if it can, else the emptiest."""
     blocks = state.blocks
-    freed = {(blocks.leases[key].terms.block, blocks.leases[key].terms.slot) for key in release}
-    taken = blocks.reserved(state.head) - freed
-    mine = blocks.blocks_of(node, state.head) - {block for block, _ in freed}
+    taken = blocks.reserved(state.head)
+    mine = blocks.blocks_of(node, state.head)
     filled = Counter(block for block, _ in taken)
     open_blocks = [
         block for block in range(spec.blocks) if block not in mine and filled[block] < spec.contributors

@@ -73,7 +73,7 @@ class World:
 
     def ask(self, node: bytes, version: int | None = None) -> BlockGrant | Resend | Wait:
         at = self.state.head if version is None else version
-        return decide_block_lease(self.state, self.spec, self.state.nodes[node], bytes(16), at, self.now)
+        return decide_block_lease(self.state, self.spec, self.state.nodes[node], at, self.now)
 
     def lease(self, node: bytes) -> BlockLease | None:
         decision = self.ask(node)
@@ -296,11 +296,32 @@ def test_only_the_head_is_trained_from(version: int) -> None:
     assert isinstance(World().ask(NODES[0], version), Wait)
 
 
-def test_the_same_process_gets_the_lease_that_it_holds_again() -> None:
+def test_a_node_gets_the_lease_that_it_holds_again_and_no_second_one_for_the_same_training() -> None:
+    """Whichever process asks: for a second lease of the place the same states would be paid again."""
     world = World()
     terms = world.lease(NODES[0])
     assert terms is not None
-    assert world.ask(NODES[0]) == Resend(terms.lease_id)
+    for _ in range(3):
+        world.now += 1000
+        assert world.ask(NODES[0]) == Resend(terms.lease_id)
+
+
+def test_a_lease_of_an_earlier_round_frees_no_place_of_this_one() -> None:
+    """A straggler asks while the place of its old one's number is lent: that ended the coordinator."""
+    world = World(spec=pretrain_spec(blocks=1, contributors=2, quorum=1, round_s=10.0))
+    old, quick = world.lease(NODES[0]), world.lease(NODES[1])
+    assert old is not None
+    assert quick is not None
+    world.judge(world.submit(quick))
+    world.now += 10_000
+    assert world.close_round() is not None
+    world.publish(1)
+    taken, free = world.lease(NODES[1]), world.lease(NODES[0])
+    assert taken is not None
+    assert free is not None
+    assert (taken.slot, free.slot) == (old.slot, 1)
+    world.judge(world.submit(old))
+    assert world.state.nodes[NODES[0]].credit == 7  # late, and paid
 
 
 def test_events_that_cannot_follow_change_nothing() -> None:
