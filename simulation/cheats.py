@@ -18,9 +18,10 @@ from barnraise.node.engine import Work
 from barnraise.protocol.messages import Rollout
 from barnraise.protocol.seeds import task_seed
 from barnraise.simulation import standin
-from barnraise.simulation.scenario import CheatKind, Scenario
+from barnraise.simulation.block_training import BlockTraining
+from barnraise.simulation.scenario import Scenario
 from barnraise.simulation.standin import Policy
-from barnraise.simulation.traits import Traits
+from barnraise.simulation.traits import Traits, unit_tokens
 from barnraise.simulation.workers import StandInEngine
 
 Rollouts = tuple[Rollout, ...]
@@ -110,7 +111,7 @@ _MAKERS: dict[str, Maker] = {
     "garbage": _garbage,
 }
 
-FOUND_BY: dict[CheatKind, tuple[str, str]] = {
+FOUND_BY: dict[str, tuple[str, str]] = {
     "stale": ("toploc", "computes with the first version it ever loaded"),
     "other-model": ("toploc", "computes with a smaller model"),
     "logprobs": ("logprobs", "claims that its tokens were less likely than they were"),
@@ -126,6 +127,9 @@ FOUND_BY: dict[CheatKind, tuple[str, str]] = {
 def make_engine(traits: Traits, scenario: Scenario, rng: random.Random) -> StandInEngine:
     """The engine of a node with ``traits``."""
     load_s = scenario.work.load_s
-    if not traits.cheat:
-        return StandInEngine(tokens_per_s=traits.speed, rng=rng, load_s=load_s)
-    return CheatingEngine(tokens_per_s=traits.speed, rng=rng, load_s=load_s, kind=traits.cheat)
+    blocks = None
+    if scenario.phase == "blocks":  # a unit takes as long, whatever it is of
+        blocks = BlockTraining(unit_tokens(scenario) / traits.speed, rng, traits.cheat)
+    if traits.cheat not in _MAKERS:
+        return StandInEngine(tokens_per_s=traits.speed, rng=rng, load_s=load_s, blocks=blocks)
+    return CheatingEngine(tokens_per_s=traits.speed, rng=rng, load_s=load_s, blocks=blocks, kind=traits.cheat)

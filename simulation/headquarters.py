@@ -11,7 +11,7 @@ import trio
 from msgspec import structs
 
 from barnraise.coordinator.audit import Pressure
-from barnraise.coordinator.block_workers import RecombineJob, RoundJob
+from barnraise.coordinator.block_workers import BlockResult, BlockVerifyJob, RecombineJob, RoundJob
 from barnraise.coordinator.checks import default_verify_spec
 from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.folder import Run, Settings, create_run, open_run
@@ -25,12 +25,16 @@ from barnraise.protocol.hello import Floor
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import Hello
 from barnraise.simulation import full_disk, standin
+from barnraise.simulation.block_run import create_block_run
+from barnraise.simulation.block_workers import BlockStages
 from barnraise.simulation.bulk import BulkNetwork
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.noting import Noting
 from barnraise.simulation.scenario import Scenario
 from barnraise.simulation.traits import identity_of
 from barnraise.simulation.workers import StandInLearner, StandInVerifier
+
+Job = TrainJob | RoundJob | RecombineJob
 
 _ALL_PAGES = 2**32 - 2  # SQLite's own limit
 KEEP = Keep()  # what stays on the coordinator's disk
@@ -44,7 +48,8 @@ class Headquarters:
         core: state, ledger and journal of the live coordinator; None while there is none.
         hub: its sessions. ``state``: gives its state tree.
         run: as opened last.
-        jobs: every training job, over all lives, in order; a job cut short by a crash comes again.
+        jobs: every job of the learner, over all lives, in order; one cut short by a crash comes again.
+        block_jobs: every block unit that was judged, with what was done of it again, in order.
         lives: how many coordinators there have been.
         opened: called with the core of each of them, before any node reaches it.
         hello: the protocol version that the next of them speaks. ``floor``: the oldest that it serves.
@@ -64,7 +69,8 @@ class Headquarters:
         self.hub: Hub | None = None
         self.state: Callable[[], dict[str, Any]] | None = None
         self.run: Run | None = None
-        self.jobs: list[TrainJob] = []
+        self.jobs: list[Job] = []
+        self.block_jobs: list[BlockVerifyJob] = []
         self.lives = 0
         self.wire: BulkNetwork | None = None
         self.bulk_sent = 0  # bytes of shards, by earlier lives
@@ -124,6 +130,10 @@ class Headquarters:
             store.db.execute(f"PRAGMA max_page_count={pages}").fetchall()  # never below what there is
 
     def _create(self) -> None:
+        if self._scenario.phase == "blocks":
+            its, now = settings(self._scenario), self.now_ms()
+            create_block_run(self.folder, self._scenario, its, self._seed, now, self.identity)
+            return
         model = self.folder.with_name("model")
         standin.write_model(model, self._scenario.swarm.model_bytes, self._seed)
         create_run(
@@ -150,8 +160,8 @@ class Headquarters:
                     self.wire.sent = self.bulk_sent
                     await run_coordinator(
                         *(run, self.wire),
-                        _Verifiers(setup, work.verify_s, work.verifiers),
-                        _Learner(setup, work.learn_s, self.jobs),
+                        _Verifiers(setup, work.verify_s, work.verifiers, self.block_jobs),
+                        _Learner(setup, work.learn_s, self.jobs, self._stages(setup)),
                         now_ms=self.now_ms,
                         rng=drawn(self._seed, "coordinator", str(self.lives)),
                         offload=in_place,
@@ -170,6 +180,12 @@ class Headquarters:
             self.bulk_sent = 0 if self.wire is None else self.wire.sent
             self.core = self.hub = self.state = None
             gone.set()
+
+    def _stages(self, setup: WorkerSetup) -> BlockStages | None:
+        if setup.spec.pretrain is None:
+            return None
+        asked = self._scenario
+        return BlockStages(setup, asked.blocks.weights, asked.swarm.model_bytes, self._seed)
 
     def _opened(self, state: Any) -> None:
         self.state = state
@@ -193,19 +209,28 @@ class _Opened:
 
 
 class _Verifiers(StandInVerifier):
-    def __init__(self, setup: WorkerSetup, seconds: float, slots: int) -> None:
+    def __init__(
+        self, setup: WorkerSetup, seconds: float, slots: int, block_jobs: list[BlockVerifyJob]
+    ) -> None:
         super().__init__(setup, seconds)
         self.slots = slots
+        self._block_jobs = block_jobs
+
+    async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
+        result = await super().verify_block(job)
+        self._block_jobs.append(job)
+        return result
 
 
 class _Learner(StandInLearner):
-    def __init__(self, setup: WorkerSetup, seconds: float, jobs: list[TrainJob]) -> None:
-        super().__init__(setup, seconds)
+    def __init__(
+        self, setup: WorkerSetup, seconds: float, jobs: list[Job], stages: BlockStages | None
+    ) -> None:
+        super().__init__(setup, seconds, stages=stages)
         self._jobs = jobs
 
-    async def train(self, job: TrainJob | RoundJob | RecombineJob) -> Trained:
-        if isinstance(job, TrainJob):
-            self._jobs.append(job)
+    async def train(self, job: Job) -> Trained:
+        self._jobs.append(job)
         return await super().train(job)
 
 

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sized
 from dataclasses import fields
 from typing import Any
 
+from barnraise.coordinator.block_fold import REMEMBERED_ROUNDS, BlockHold
+from barnraise.coordinator.block_fold import SETTLED as BLOCKS_SETTLED
 from barnraise.coordinator.hub import MAX_PER_PEER, MAX_REPORTS, Hub
 from barnraise.coordinator.scheduler import capacity, outstanding_groups
 from barnraise.coordinator.state import CLOSED_KEPT, DURATIONS_KEPT, REMEMBERED_VERSIONS, SETTLED, State
+from barnraise.coordinator.state_parts import Lease
 from barnraise.coordinator.submissions import GRACE_MS
 from barnraise.node.model import State as NodeState
+from barnraise.protocol.pretrain import PretrainSpec, last_block_version
 from barnraise.protocol.spec import RunSpec
-from barnraise.simulation.invariant_record import Broken
+from barnraise.simulation.invariant_work import Broken
 
 SPARE = 64  # what any collection may hold besides
 PER_NODE = 16
@@ -43,10 +47,14 @@ def check_state(state: State, hub: Hub, open_units: int) -> None:
             )
     if any(version < oldest for _, version in state.closed.values()):
         raise Broken("memory-bounded", f"leases ended before version {oldest} are remembered at {state.head}")
-    remembered = len(state.submissions) + len(state.closed)
+    check_blocks(state)
+    remembered = (
+        len(state.submissions) + len(state.closed) + len(state.blocks.work) + len(state.blocks.closed)
+    )
     most = SPARE + PER_NODE * max(1, len(state.nodes)) + PER_OPEN * (open_units + remembered)
     besides = {"closed": CLOSED_KEPT * 5 // 4, "durations": DURATIONS_KEPT, "reports": MAX_REPORTS}
-    for name, size in (*_sizes(state), *_sizes(hub)):
+    blocks = [(f"blocks.{name}", size) for name, size in _sizes(state.blocks)]
+    for name, size in (*_sizes(state), *_sizes(hub), *blocks):
         if name == "versions":
             continue  # bounded by number: see VERSIONS_KEPT
         if size > besides.get(name, most):
@@ -56,6 +64,23 @@ def check_state(state: State, hub: Hub, open_units: int) -> None:
             raise Broken("memory-bounded", f"a node holds {len(state.nodes[live_key].leases)} leases")
     if len(hub.sessions) > MAX_PER_PEER * (len(state.nodes) + SPARE):
         raise Broken("memory-bounded", f"{len(hub.sessions)} sessions of {len(state.nodes)} nodes")
+
+
+def check_blocks(state: State) -> None:
+    """That nothing of block units is remembered beyond the rounds that need it.
+
+    Raises:
+        Broken: something is.
+    """
+    blocks, oldest = state.blocks, state.head - REMEMBERED_ROUNDS - 1
+    for item in blocks.work.values():
+        if item.status in BLOCKS_SETTLED and item.lease.policy_version < oldest:
+            raise Broken(
+                "memory-bounded",
+                f"a {item.status} unit of round {item.lease.policy_version} is remembered at {state.head}",
+            )
+    if any(version < oldest for _, version in blocks.closed.values()):
+        raise Broken("memory-bounded", f"block leases ended before round {oldest} are remembered")
 
 
 def _sizes(value: Any) -> Iterator[tuple[str, int]]:
@@ -71,7 +96,8 @@ def check_leases(state: State, now_ms: int) -> None:
     Raises:
         Broken: one outlives both.
     """
-    for lease in state.leases.values():
+    leases: list[Lease | BlockHold] = [*state.leases.values(), *state.blocks.leases.values()]
+    for lease in leases:
         terms = lease.terms
         if now_ms > terms.deadline_at + GRACE_MS + EXPIRY_SLACK_MS:
             late = (now_ms - terms.deadline_at) / 1000
@@ -88,7 +114,20 @@ def work_for(state: State, spec: RunSpec, key: bytes, now_ms: int) -> bool:
         return False
     if node is not None and (node.banned_until > now_ms or node.quiet_until > now_ms or node.strikes):
         return False
+    if spec.pretrain is not None and state.head <= last_block_version(spec.pretrain):
+        return _has_place(state, spec.pretrain, key)
     return outstanding_groups(state) < capacity(state, spec.rollout)
+
+
+def _has_place(state: State, spec: PretrainSpec, key: bytes) -> bool:
+    """Whether a place of the round is free that this node may have."""
+    blocks, node = state.blocks, state.nodes.get(key)
+    busy = blocks.round is not None or state.unpublished is not None
+    if busy or state.head == last_block_version(spec) or (node is not None and node.unjudged > 0):
+        return False
+    taken = Counter(block for block, _ in blocks.reserved(state.head))
+    mine = blocks.blocks_of(key, state.head)
+    return any(taken[block] < spec.contributors for block in range(spec.blocks) if block not in mine)
 
 
 def check_newcomers(known: Counter[str], now_s: float, per_day: int) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from barnraise.coordinator import events
+from barnraise.coordinator.block_events import BlockJudged, BlockSubmitted
+from barnraise.coordinator.block_workers import RecombineJob, RoundJob
 from barnraise.coordinator.journal import Payload, Write
 from barnraise.coordinator.scheduler import HELD_PER_NODE, LEASES_PER_NODE
 from barnraise.coordinator.state import State
@@ -21,32 +23,26 @@ from barnraise.coordinator.workers import TrainJob
 from barnraise.protocol.identity import verify
 from barnraise.protocol.ledger import LedgerError, LedgerFold, decode_entry
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import RolloutLease, Signed
+from barnraise.protocol.messages import Signed
 from barnraise.protocol.spec import RunSpec
+from barnraise.simulation.invariant_work import (
+    Broken,
+    Terms,
+    check_lag,
+    check_submission,
+    short,
+    unit_of,
+)
 
-_SUBMISSION = b"barnraise/1/RolloutSubmission\0"  # written out: a fault in the envelope must not hide here
-_MANIFEST = b"barnraise/1/Manifest\0"
-
-
-class Broken(Exception):
-    """An invariant does not hold.
-
-    Attributes:
-        name: the invariant's, such as ``"credited-once"``; what: which thing, and how.
-        at_s: when it was found, in virtual seconds; None where nobody looked at the clock.
-    """
-
-    def __init__(self, name: str, what: str, at_s: float | None = None) -> None:
-        self.name, self.what, self.at_s = name, what, at_s
-        when = "" if at_s is None else f" at {at_s:.3f} s"
-        super().__init__(f"{name}{when}: {what}")
+_MANIFEST = b"barnraise/1/Manifest\0"  # written out: a fault in the envelope must not hide here
+Hears = Callable[[events.Event, Write], bool]
 
 
 @dataclass(slots=True)
 class Loan:
     """A lease that is open. ``released``: somebody else may have its unit."""
 
-    terms: RolloutLease
+    terms: Terms
     released: bool = False
 
 
@@ -57,6 +53,7 @@ class Record:
         events: how many were heard. ``entries``: the ledger's, as bytes.
         leases: open ones, by id. ``submitted``: submission -> its lease. ``waiting``: not judged yet.
         credit: by node's key. ``manifests``: version -> SHA-256 of what was published.
+        others: asked first about each event; what one of them returns true for was its alone.
     """
 
     def __init__(self, spec: RunSpec, run_id: bytes) -> None:
@@ -65,7 +62,7 @@ class Record:
         self.log = MerkleLog()
         self.ledger = LedgerFold(spec)
         self.leases: dict[bytes, Loan] = {}
-        self.submitted: dict[bytes, RolloutLease] = {}
+        self.submitted: dict[bytes, Terms] = {}
         self.waiting: set[bytes] = set()
         self.accepted: dict[bytes, int] = {}  # submission -> credit that counts
         self.used: dict[bytes, int] = {}  # submission -> the version it went into
@@ -74,6 +71,7 @@ class Record:
         self.banned_until: dict[bytes, int] = {}
         self.batches: dict[int, tuple[bytes, ...]] = {}
         self.head = -1
+        self.others: list[Hears] = []
         self._spec, self._run_id = spec, run_id
         self._judged: set[bytes] = set()
         self._credited: Counter[int] = Counter()  # by unit
@@ -112,21 +110,23 @@ class Record:
             self._hear(event, write)
 
     def _hear(self, event: events.Event, write: Write) -> None:
+        if any(hears(event, write) for hears in self.others):
+            return
         match event:
             case events.LeaseIssued(lease=lease):
-                self._lease(lease)
+                self.lend(lease)
             case events.LeaseTimedOut():
-                self._release(event.lease_id)
+                self.release(event.lease_id)
             case events.LeaseClosed():
-                self._release(event.lease_id)
-                self._close(event.lease_id, "closed")
+                self.release(event.lease_id)
+                self.close(event.lease_id, "closed")
             case events.Submitted():
-                self._submit(event, write.payloads)
+                self.store(event, write.payloads)
             case events.SubmissionJudged():
-                self._judge(event)
+                self.judge(event)
             case events.AppealDecided():
                 if event.verdict.accepted:
-                    self._earn(event.submission_id, event.credit)
+                    self.earn(event.submission_id, event.credit)
             case events.CreditClawedBack():
                 lost = self._voided[event.submission_id] = self.accepted.pop(event.submission_id, 0)
                 self.credit[self._node(event.submission_id)] -= lost
@@ -140,7 +140,7 @@ class Record:
             case events.NodeBanned():
                 self.banned_until[event.node] = event.until
                 for lease_id in self._of_node.get(event.node, ()):
-                    self._release(lease_id)
+                    self.release(lease_id)
             case events.BanLifted():
                 self.banned_until.pop(event.node, None)
             case _:
@@ -149,55 +149,63 @@ class Record:
     def _node(self, submission_id: bytes) -> bytes:
         lease = self.submitted.get(submission_id)
         if lease is None:
-            raise Broken("submitted-first", f"submission {_name(submission_id)} was never stored")
+            raise Broken("submitted-first", f"submission {short(submission_id)} was never stored")
         return lease.node
 
-    def _lease(self, lease: RolloutLease) -> None:
-        holder = self._holder.get(lease.unit_id)
+    def lend(self, lease: Terms) -> None:
+        """Raises Broken: somebody else holds it, or the node holds too many."""
+        holder = self._holder.get(unit_of(lease))
         if holder is not None:
             raise Broken(
                 "lent-once",
-                f"unit {lease.unit_id} is lent to {_name(lease.node)} while lease {_name(holder)} of "
-                f"{_name(self.leases[holder].terms.node)} reserves it",
+                f"unit {lease.unit_id} is lent to {short(lease.node)} while lease {short(holder)} of "
+                f"{short(self.leases[holder].terms.node)} reserves it",
             )
         if lease.policy_version > self.head:
             raise Broken("lent-published", f"unit {lease.unit_id} is lent at version {lease.policy_version}")
         self.leases[lease.lease_id] = Loan(lease)
-        self._holder[lease.unit_id] = lease.lease_id
+        self._holder[unit_of(lease)] = lease.lease_id
         mine = self._of_node.setdefault(lease.node, set())
         mine.add(lease.lease_id)
         reserved = sum(not self.leases[key].released for key in mine)
         if reserved > LEASES_PER_NODE or len(mine) > HELD_PER_NODE:
             raise Broken(
-                "leases-bounded", f"{_name(lease.node)} holds {len(mine)} leases, {reserved} of them reserved"
+                "leases-bounded", f"{short(lease.node)} holds {len(mine)} leases, {reserved} of them reserved"
             )
 
-    def _release(self, lease_id: bytes) -> None:
+    def release(self, lease_id: bytes) -> None:
+        """A lease's unit may go to somebody else. Raises Broken: it is not open."""
         loan = self._open(lease_id, "released")
         if not loan.released:
             loan.released = True
-            self._released[loan.terms.unit_id] += 1
-            self._holder.pop(loan.terms.unit_id, None)
+            self.freed(loan.terms)
+            self._holder.pop(unit_of(loan.terms), None)
+
+    def freed(self, terms: Terms) -> None:
+        """Somebody else may do the same unit from now on, and be paid for it, too."""
+        self._released[unit_of(terms)] += 1
 
     def _open(self, lease_id: bytes, why: str) -> Loan:
         loan = self.leases.get(lease_id)
         if loan is None:
-            raise Broken("lease-open", f"lease {_name(lease_id)} is {why} and is not open")
+            raise Broken("lease-open", f"lease {short(lease_id)} is {why} and is not open")
         return loan
 
-    def _close(self, lease_id: bytes, why: str) -> RolloutLease:
+    def close(self, lease_id: bytes, why: str) -> Terms:
+        """A lease is no more; what it was. Raises Broken: it is not open."""
         terms = self._open(lease_id, why).terms
         del self.leases[lease_id]
         self._of_node[terms.node].discard(lease_id)
-        if self._holder.get(terms.unit_id) == lease_id:
-            del self._holder[terms.unit_id]
+        if self._holder.get(unit_of(terms)) == lease_id:
+            del self._holder[unit_of(terms)]
         return terms
 
-    def _submit(self, event: events.Submitted, payloads: Sequence[Payload]) -> None:
-        name = _name(event.submission_id)
+    def store(self, event: events.Submitted | BlockSubmitted, payloads: Sequence[Payload]) -> None:
+        """Work on an open lease is on the disk. Raises Broken: it is not the lease holder's, or late."""
+        name = short(event.submission_id)
         if event.submission_id in self.submitted:
             raise Broken("submitted-once", f"submission {name} is stored twice")
-        terms = self._close(event.lease_id, "answered")
+        terms = self.close(event.lease_id, "answered")
         self.submitted[event.submission_id] = terms
         self.waiting.add(event.submission_id)
         if event.at_ms > terms.deadline_at + GRACE_MS:
@@ -209,21 +217,23 @@ class Record:
             raise Broken("stored-with-payload", f"submission {name} is acknowledged without its bytes")
         check_submission(payload.signed, event.submission_id, terms)
 
-    def _judge(self, event: events.SubmissionJudged) -> None:
+    def judge(self, event: events.SubmissionJudged | BlockJudged) -> None:
+        """Raises Broken: it was judged before, or never stored."""
         if event.submission_id in self._judged:
-            raise Broken("judged-once", f"submission {_name(event.submission_id)} is judged twice")
+            raise Broken("judged-once", f"submission {short(event.submission_id)} is judged twice")
         self._node(event.submission_id)
         self._judged.add(event.submission_id)
         self.waiting.discard(event.submission_id)
         if event.verdict.accepted:
-            self._earn(event.submission_id, event.credit)
+            self.earn(event.submission_id, event.credit)
         elif event.credit:
-            raise Broken("credited-once", f"rejected submission {_name(event.submission_id)} earns credit")
+            raise Broken("credited-once", f"rejected submission {short(event.submission_id)} earns credit")
 
-    def _earn(self, submission_id: bytes, credit: int) -> None:
+    def earn(self, submission_id: bytes, credit: int) -> None:
+        """Raises Broken: it, or its unit, earned before."""
         if submission_id in self.accepted:
-            raise Broken("credited-once", f"submission {_name(submission_id)} is credited twice")
-        unit = self.submitted[submission_id].unit_id
+            raise Broken("credited-once", f"submission {short(submission_id)} is credited twice")
+        unit = unit_of(self.submitted[submission_id])
         self._credited[unit] += 1
         if self._credited[unit] > 1 + self._released[unit]:
             raise Broken(
@@ -246,7 +256,7 @@ class Record:
             if before is not None:
                 raise Broken(
                     "used-once",
-                    f"submission {_name(submission_id)} goes into version {version} and went into {before}",
+                    f"submission {short(submission_id)} goes into version {version} and went into {before}",
                 )
             if submission_id not in self.accepted:
                 raise Broken("used-accepted", f"version {version} uses work that does not count")
@@ -276,7 +286,7 @@ class Record:
         if self.manifests.get(version) != hashlib.sha256(signed.payload).digest():
             raise Broken("version-signed", f"this manifest was never published as version {version}")
 
-    def check_jobs(self, jobs: Sequence[TrainJob]) -> None:
+    def check_jobs(self, jobs: Sequence[TrainJob | RoundJob | RecombineJob]) -> None:
         """What the learner really got since the last call: the batches, each rollout once, none too old.
 
         Raises:
@@ -284,6 +294,8 @@ class Record:
         """
         for job in jobs[self._jobs :]:
             self._jobs += 1
+            if not isinstance(job, TrainJob):
+                continue
             batch = self.batches.get(job.version)
             found = tuple(hashlib.sha256(part.payload).digest() for part in job.parts)
             if found != batch:
@@ -299,12 +311,15 @@ class Record:
         Raises:
             Broken: something is forgotten.
         """
-        lost = [key for key in self.leases if key not in state.leases and key not in state.closed]
+        blocks = state.blocks
+        known = state.leases.keys() | state.closed.keys() | blocks.leases.keys() | blocks.closed.keys()
+        lost = [key for key in self.leases if key not in known]
         if lost:
             raise Broken(
-                "restart-forgets-nothing", f"{len(lost)} open leases are gone, such as {_name(lost[0])}"
+                "restart-forgets-nothing", f"{len(lost)} open leases are gone, such as {short(lost[0])}"
             )
-        gone = [key for key in self.waiting if key not in state.submissions]
+        stored = state.submissions.keys() | state.blocks.work.keys()
+        gone = [key for key in self.waiting if key not in stored]
         if gone:
             raise Broken("restart-forgets-nothing", f"{len(gone)} acknowledged submissions are gone")
         if state.head < self.head:
@@ -323,34 +338,8 @@ class Record:
             if shown != balance or mine != balance:
                 raise Broken(
                     "credit-conserved",
-                    f"{_name(key)} has {shown} by the state, {balance} by the ledger, {mine} by the verdicts",
+                    f"{short(key)} has {shown} by the state, {balance} by the ledger, {mine} by the verdicts",
                 )
-
-
-def check_submission(signed: Signed, submission_id: bytes, lease: RolloutLease) -> None:
-    """That stored work is its lease holder's own, whole.
-
-    Raises:
-        Broken: it has another signer, no valid signature, or another id.
-    """
-    name = _name(submission_id)
-    if hashlib.sha256(signed.payload).digest() != submission_id:
-        raise Broken("submission-signed", f"submission {name} is stored under another id than its content's")
-    if signed.signer != lease.node or not verify(lease.node, _SUBMISSION + signed.payload, signed.signature):
-        raise Broken("submission-signed", f"submission {name} is not signed by {_name(lease.node)}")
-
-
-def check_lag(version: int, lease: RolloutLease, max_lag: int) -> None:
-    """That rollouts are not too old for ``version``.
-
-    Raises:
-        Broken: they are.
-    """
-    lag = version - 1 - lease.policy_version
-    if not 0 <= lag <= max_lag:
-        raise Broken(
-            "within-lag", f"version {version} uses rollouts of version {lease.policy_version}: lag {lag}"
-        )
 
 
 def check_log(record: Record, size: int, root: bytes) -> None:
@@ -365,10 +354,6 @@ def check_log(record: Record, size: int, root: bytes) -> None:
         raise Broken("ledger-grows", f"a tree head of {size} entries, {len(record.log)} exist") from None
     if mine != root:
         raise Broken("ledger-grows", f"the first {size} entries are not those that were there before")
-
-
-def _name(identifier: bytes) -> str:
-    return identifier.hex()[:16]
 
 
 __all__ = ["Broken", "Loan", "Record", "check_lag", "check_log", "check_submission"]

@@ -30,6 +30,15 @@ published-signed, version-signed
                       what is published, and what a node loads, is what the operator signed
 receipts-match        a node's receipts are the ledger's entries, and none is missing
 shards-verified       nobody but who spoils shards is caught with one, no store holds one
+place-lent-once, block-once
+                      a place of a round is nobody else's while it is lent, judged or filled, and
+                      nobody has two places of one block in a round
+round-grows, round-quota, round-whole, round-closes
+                      rounds come one after the other, with all places or, once their time is up,
+                      a quorum of each block, take all that was accepted, and do so soon
+difference-once, difference-of-round, difference-kept
+                      a difference goes into the version after its own, once, and is not lost
+judged-as-drawn       what counts was done again where the draw says, and often enough
 waiting-bounded       no node waits for long while the coordinator is in reach and has work,
                       but for new keys from an address that has brought as many as it may
 newcomers-bounded     ... which no address exceeds
@@ -48,11 +57,13 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from barnraise.coordinator.block_events import BlockSubmitted
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import Submitted
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.node.events import Event
+from barnraise.simulation.invariant_blocks import BlockRecord
 from barnraise.simulation.invariant_bounds import (
     WAIT_S,
     check_leases,
@@ -87,13 +98,14 @@ class Invariants:
     """The checks of one world.
 
     Attributes:
-        broken: what was found, in order. ``record``, ``nodes``: what it was held against.
+        broken: what was found, in order. ``record``, ``blocks``, ``nodes``: what it was held against.
     """
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self.broken: list[Broken] = []
         self.record: Record | None = None
         self.nodes: Nodes | None = None
+        self.blocks: BlockRecord | None = None
         self._wait_s = wait_s
         self._world: World | None = None
         self._found = trio.Event()
@@ -107,6 +119,8 @@ class Invariants:
         self._world = world
         spec, run_id = world.run.spec, world.run.run_id
         self.record = Record(spec, run_id)
+        if spec.pretrain is not None:
+            self.blocks = BlockRecord(self.record, spec.pretrain)
         self.nodes = Nodes(self.record, world.coordinator.now_ms)
         self._steps = Steps(self._tell)
         trio.lowlevel.add_instrument(self._steps)
@@ -157,6 +171,8 @@ class Invariants:
             if len(core.ledger) == len(record.log):  # else the state is ahead of the disk
                 self._try(record.check_credit, core.state)
         self._try(record.check_jobs, world.coordinator.jobs)
+        if self.blocks is not None:
+            self._look_at_blocks(self.blocks, core)
         for node in world.live:
             self._try(self._look_at, node, core)
         if self._steps is not None:
@@ -165,6 +181,15 @@ class Invariants:
             self._tell(Broken("no-defect", death))
         world.deaths.clear()
         self._settled.append((world.now, len(record.entries)))
+
+    def _look_at_blocks(self, blocks: BlockRecord, core: Core | None) -> None:
+        world = self._known()[0]
+        self._try(blocks.check_jobs, world.coordinator.jobs)
+        if core is None:
+            return
+        self._try(blocks.check_judged, world.coordinator.block_jobs, core.segment_draw)
+        if not core.trouble and not world.coordinator.full and core.state.operations.paused is None:
+            self._try(blocks.check_closes, world.now, world.coordinator.now_ms())
 
     def final(self, world: World) -> None:
         """Everything, with everybody still there.
@@ -288,7 +313,7 @@ class Invariants:
             journal.close()
         if len(durable) < record.events:
             raise Broken("acknowledged-kept", f"of {record.events} durable events {len(durable)} are there")
-        kept = {event.submission_id for event in durable if isinstance(event, Submitted)}
+        kept = {event.submission_id for event in durable if isinstance(event, Submitted | BlockSubmitted)}
         self.nodes.check_acknowledged(kept)
         core = world.core
         if core is not None and len(core.ledger) == len(record.log):

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from barnraise.simulation.event_log import Event
+from barnraise.simulation.measure_blocks import NOBODYS_FAULT, BlockFacts, BlockFold
 
 
 class CheatFacts(Struct, kw_only=True):
@@ -40,6 +41,7 @@ class Measures(Struct, kw_only=True):
         adoption_s: version -> seconds from publication until half of its loaders had it, and all.
         copies: how many copies of what each node received the coordinator sent.
         staleness: lag in versions -> units trained on with it.
+        blocks: of rounds and differences, where the run pretrains by blocks.
         honest_rejected: rejections of nodes that do not cheat, by check: should be empty.
     """
 
@@ -66,6 +68,7 @@ class Measures(Struct, kw_only=True):
     honest_rejected: dict[str, int] = {}
     credit: int = 0
     deaths: int = 0
+    blocks: BlockFacts | None = None
 
 
 @dataclass
@@ -92,9 +95,15 @@ class _Fold:
 def measure(events: Iterable[Event]) -> Measures:
     """Fold a whole event log (``read_log``); one that was cut short is fine."""
     found, fold = Measures(), _Fold()
+    blocks: BlockFold | None = None
     for event in events:
         found.virtual_s = event["t"]
+        if event["what"] == "plan":
+            blocks = BlockFold(event)
         _take(found, fold, event)
+        if blocks is not None:
+            blocks.take(event)
+    found.blocks = None if blocks is None else blocks.facts()
     ended = fold.spent
     found.computed_s = sum(ended.values())
     found.useful_s = sum(spent for lease, spent in ended.items() if lease in fold.accepted)
@@ -106,7 +115,7 @@ def measure(events: Iterable[Event]) -> Measures:
             waits = sorted(moment - found.versions[version] for moment in moments)
             found.adoption_s[version] = (median(waits), waits[-1])
     found.nodes = len(fold.seen)
-    found.rejected, found.honest_rejected = dict(fold.rejected), dict(fold.honest)
+    found.rejected, found.honest_rejected = dict(fold.rejected), dict(+fold.honest)
     found.staleness = dict(sorted(fold.stale.items()))
     found.credit = sum(credit for _, credit in fold.credit_of.values())
     for node, credit in fold.credit_of.values():
@@ -182,7 +191,7 @@ def _judged(found: Measures, fold: _Fold, event: Event) -> None:
         return
     fold.rejected[check] += 1
     if facts is None:
-        fold.honest[check] += 1
+        fold.honest[check] += check not in NOBODYS_FAULT
         return
     facts.rejected += 1
     facts.found_by[check] = facts.found_by.get(check, 0) + 1

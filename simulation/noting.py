@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from barnraise.coordinator import events
+from barnraise.coordinator.block_events import (
+    BlockEvent,
+    BlockJudged,
+    BlockLeased,
+    BlockOverdue,
+    BlockSubmitted,
+    RoundFormed,
+)
 from barnraise.coordinator.journal import Write
 from barnraise.simulation.event_log import EventLog
 
@@ -82,8 +90,43 @@ class Noting:
                 note("appeal", **self._work(event.submission_id))
             case events.AppealDecided():
                 note("appeal-decided", **self._work(event.submission_id), accepted=event.verdict.accepted)
+            case BlockLeased() | BlockSubmitted() | BlockOverdue() | BlockJudged() | RoundFormed():
+                self._note_block(event)
             case _:  # the run's opening, audit seeds
                 note("other", kind=type(event).__name__)
+
+    def _note_block(self, event: BlockEvent) -> None:
+        note = self._log.note
+        match event:
+            case BlockLeased(lease=lease):
+                self._node[lease.lease_id] = self._name_of(lease.node)
+                note(
+                    "lease",
+                    node=self._node[lease.lease_id],
+                    lease=_short(lease.lease_id),
+                    unit=lease.unit_id,
+                    version=lease.policy_version,
+                    block=lease.block,
+                    slot=lease.slot,
+                )
+            case BlockSubmitted():
+                self._lease[event.submission_id] = event.lease_id
+                note("submitted", **self._work(event.submission_id), bytes=event.size)
+            case BlockOverdue():
+                note("overdue", **self._work(event.submission_id))
+            case BlockJudged():
+                note(
+                    "judged",
+                    **self._work(event.submission_id),
+                    accepted=event.verdict.accepted,
+                    check=event.verdict.check,
+                    tokens=event.tokens,
+                    credit=event.credit,
+                    blameless=event.blameless or None,
+                )
+            case RoundFormed():
+                works = [_short(item) for item in event.submissions]
+                note("round", version=event.version, works=works)
 
 
 def _short(identifier: bytes) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from barnraise.simulation.block_training import BLOCK_FOUND_BY
 from barnraise.simulation.cheats import FOUND_BY
 from barnraise.simulation.measure import Measures
+from barnraise.simulation.measure_blocks import BlockFacts
 from barnraise.simulation.run import Outcome
 
 Row = tuple[str, str]
@@ -67,8 +69,11 @@ def rows(outcome: Outcome, found: Measures) -> list[Row]:
     if found.staleness:
         lags = ", ".join(f"{lag}: {count}" for lag, count in found.staleness.items())
         lines.append(("staleness", f"units by lag in versions: {lags}"))
+    if found.blocks is not None:
+        lines += _of_blocks(found.blocks)
+    known = FOUND_BY if found.blocks is None else BLOCK_FOUND_BY
     for kind, facts in sorted(found.cheats.items()):
-        meant, _ = FOUND_BY.get(kind, ("", ""))  # type: ignore[call-overload]
+        meant, _ = known.get(kind, ("", ""))
         first = "never" if facts.first_found_s is None else f"after {facts.first_found_s:.0f} s"
         checks = ", ".join(f"{check} {count}" for check, count in sorted(facts.found_by.items()))
         lines.append(
@@ -90,6 +95,40 @@ def rows(outcome: Outcome, found: Measures) -> list[Row]:
         lines.append(("note", "interrupted: this is what was so far"))
     if outcome.error is not None:
         lines.append(("FAILED", f"{type(outcome.error).__name__}: {outcome.error}"))
+    return lines
+
+
+def _of_blocks(found: BlockFacts) -> list[Row]:
+    lines: list[Row] = []
+    if found.rounds:
+        times = sorted(item.seconds for item in found.rounds)
+        full = sum(item.full for item in found.rounds)
+        lines.append(
+            (
+                "rounds",
+                f"{len(times)}, {full} of them full, the others by quorum; half within "
+                f"{_clock(times[len(times) // 2])}, the longest {_clock(times[-1])}",
+            )
+        )
+        each = [count for item in found.rounds for count in item.differences]
+        empty = sum(item.unfilled for item in found.rounds)
+        lines.append(
+            (
+                "differences",
+                f"{found.used} used, {min(each)} to {max(each)} of a block a round ({found.places} places), "
+                f"{empty} places empty; {found.late} accepted too late",
+            )
+        )
+    lines.append(("used work", f"{found.used_share:.1%} of computing went into a version"))
+    if found.lost_s:
+        lines.append(("lost units", f"{found.lost_per_departure_s:.0f} s of computing per departure"))
+    if found.resumed:
+        lines.append(("resumed", f"{found.resumed} units were taken up by a later life of their node"))
+    if found.gone or found.overdue:
+        checks = ", ".join(f"{check} {count}" for check, count in sorted(found.gone.items()))
+        lines.append(("nodes gone", f"{found.overdue} units overdue, rejected: {checks or 'none'}"))
+    for block, seconds in sorted(found.held_up_s.items()):
+        lines.append((f"block {block}", f"held rounds up for {_clock(seconds)} beyond their time"))
     return lines
 
 

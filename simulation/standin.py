@@ -53,10 +53,11 @@ def write_model(folder: Path, size: int, seed: int) -> None:
     config = {"model_type": "standin", "vocab_size": VOCABULARY, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "standin"}}))
-    write_policy(folder / WEIGHTS_FILE, 0.1, _noise(size, seed), 0)
+    write_policy(folder / WEIGHTS_FILE, 0.1, noise(size, seed), 0)
 
 
-def _noise(size: int, seed: int) -> bytes:
+def noise(size: int, seed: int) -> bytes:
+    """``size`` bytes (an even number, two at least) that follow from ``seed``."""
     return hashlib.shake_256(b"standin" + seed.to_bytes(8, "big")).digest(max(2, size) // 2 * 2)
 
 

@@ -26,6 +26,7 @@ from barnraise.coordinator.workers import (
     WorkerSetup,
     checkpoint_folder,
 )
+from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
 from barnraise.node.engine import EngineInfo, Generated, Progress, Work
 from barnraise.protocol.errors import ChildError, RunFolderError
 from barnraise.protocol.manifest import WEIGHTS_FILE
@@ -33,6 +34,8 @@ from barnraise.protocol.messages import Rollout
 from barnraise.protocol.seeds import sample_seed, task_seed
 from barnraise.protocol.spec import RunSpec
 from barnraise.simulation import standin
+from barnraise.simulation.block_training import BlockTraining
+from barnraise.simulation.block_workers import BlockJudge, BlockStages
 from barnraise.simulation.standin import Policy
 
 
@@ -45,6 +48,8 @@ class StandInVerifier:
         self._setup = setup
         self._seconds = seconds
         self._policies: dict[int, Policy] = {}
+        self._judge_blocks = None if setup.spec.pretrain is None else BlockJudge(setup)
+        self._places: trio.CapacityLimiter | None = None  # made in a task: slots may be set later
 
     async def verify(self, jobs: tuple[VerifyJob, ...]) -> tuple[Judged, ...]:
         """See ``Verifier.verify``."""
@@ -101,8 +106,13 @@ class StandInVerifier:
         return policy
 
     async def verify_block(self, job: BlockVerifyJob) -> BlockResult:
-        """Block units are not simulated."""
-        raise ChildError("the stand-in verifier judges rollout units only")
+        """See ``Verifier.verify_block``. ``seconds`` for each segment that is done again."""
+        if self._judge_blocks is None:
+            raise ChildError("this run does not pretrain")
+        self._places = self._places or trio.CapacityLimiter(self.slots)
+        async with self._places:
+            await trio.sleep(self._seconds * len(job.segments))
+            return self._judge_blocks.judge(job)
 
     async def close(self) -> None:
         """See ``Verifier.close``."""
@@ -110,26 +120,36 @@ class StandInVerifier:
 
 
 class StandInLearner:
-    """Raises ``skill`` by the batch's advantage signal; ``seconds`` of virtual time per version."""
+    """Raises ``skill`` by the batch's advantage signal; ``seconds`` of virtual time per version.
 
-    def __init__(self, setup: WorkerSetup, seconds: float, gain: float = 0.2) -> None:
+    ``stages``: makes the versions of a run that pretrains.
+    """
+
+    def __init__(
+        self, setup: WorkerSetup, seconds: float, gain: float = 0.2, stages: BlockStages | None = None
+    ) -> None:
         self.on_progress: Report = lambda subject, fraction: None
         self._setup = setup
         self._seconds = seconds
         self._gain = gain
+        self._stages = stages
 
     async def initial(self) -> Trained:
         """See ``Learner.initial``."""
         await trio.lowlevel.checkpoint()
+        if self._stages is not None:
+            return self._stages.initial()
         path = checkpoint_folder(Path(self._setup.folder), 0) / WEIGHTS_FILE
         policy = standin.read_policy(path, 0)
         return Trained(version=0, weights=str(path), stats=None, accuracy=policy.skill)
 
     async def train(self, job: TrainJob | RoundJob | RecombineJob) -> Trained:
         """See ``Learner.train``."""
-        if not isinstance(job, TrainJob):
-            raise ChildError("the stand-in learner makes policies only")
         await trio.sleep(self._seconds)
+        if not isinstance(job, TrainJob):
+            if self._stages is None:
+                raise ChildError("this run does not pretrain")
+            return self._stages.round(job) if isinstance(job, RoundJob) else self._stages.recombine(job)
         folder = Path(self._setup.folder)
         before = checkpoint_folder(folder, job.version - 1)
         old = standin.read_policy(before / WEIGHTS_FILE, job.version - 1)
@@ -172,13 +192,14 @@ class StandInEngine:
     """Draws a unit at ``tokens_per_s`` of virtual time.
 
     ``model_tokens``: how many tokens one simulated token stands for (a unit of 32 tokens
-    takes as long as one of 32 x ``model_tokens``).
+    takes as long as one of 32 x ``model_tokens``). ``blocks``: trains block units.
     """
 
     tokens_per_s: float
     rng: random.Random
     load_s: float = 5.0
     steps: int = 2
+    blocks: BlockTraining | None = None
     policy: Policy | None = field(default=None, init=False)
     spec: RunSpec | None = field(default=None, init=False)
 
@@ -205,6 +226,14 @@ class StandInEngine:
             progress(Progress(completions=done, tokens=done * length))
         made = self.make(self.policy, work, length)
         return Generated(rollouts=made, seconds=seconds, tokens=total * length)
+
+    async def train(
+        self, spec: RunSpec, work: BlockWork, progress: Callable[[BlockProgress], None]
+    ) -> BlockTrained:
+        """See ``BlockEngine.train``."""
+        if self.blocks is None:
+            raise ChildError("this engine trains no blocks")
+        return await self.blocks.train(spec, work, progress)
 
     def make(self, policy: Policy, work: Work, length: int) -> tuple[Rollout, ...]:
         """The unit's rollouts; what an engine that cheats replaces."""

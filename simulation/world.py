@@ -370,6 +370,10 @@ async def open_world(scenario: Scenario, seed: int, folder: Path, log: EventLog)
     async with trio.open_nursery() as nursery:
         world = World(scenario, seed, folder, log, nursery)
         await world.coordinator.start()
+        if (plan := world.run.spec.pretrain) is not None:
+            log.note(
+                "plan", blocks=plan.blocks, places=plan.contributors, quorum=plan.quorum, round_s=plan.round_s
+            )
         try:
             yield world
         finally:

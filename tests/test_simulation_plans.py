@@ -59,7 +59,7 @@ def test_a_scenario_that_is_not_usable_is_refused_with_what_would_do(text: str, 
 
 
 def test_a_scenario_that_is_not_there_is_answered_with_those_that_are() -> None:
-    with pytest.raises(ScenarioError, match="choose one of cheats-10"):
+    with pytest.raises(ScenarioError, match="choose one of blocks-cheats"):
         load_scenario("earthquake")
     with pytest.raises(ScenarioError, match="cannot be read"):
         load_scenario("/nowhere/mine.toml")
