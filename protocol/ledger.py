@@ -41,6 +41,15 @@ from barnraise.protocol.ledger_entries import (
     evidence_of,
 )
 from barnraise.protocol.ledger_fold import LedgerError, LedgerFold, balances
+from barnraise.protocol.ledger_problems import (
+    ALTERED,
+    CUT,
+    NOTHING,
+    Keys,
+    Problem,
+    Problems,
+    subjects,
+)
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Message, Receipt, Signed, TreeHead
 from barnraise.protocol.runid import open_run_spec
@@ -85,17 +94,7 @@ __all__ = [
 
 M = TypeVar("M", bound=Message)
 
-MAX_PROBLEMS = 1000
 _TELL_EVERY = 4096  # entries
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a ledger. ``index`` is the entry's, or None where no single entry is at fault."""
-
-    index: int | None
-    rule: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def verify_ledger(
     """
     spec = open_run_spec(run_spec)
     run_id = run_id_of(run_spec)
-    problems = _Problems()
+    problems = Problems()
     opened_heads = _opened(heads, TreeHead, spec.operator, run_id, check, problems)
     claims = [claim for _, claim in _opened(receipts, Receipt, spec.operator, run_id, check, problems)]
     wanted = {claim.ledger_index for claim in claims}
@@ -163,21 +162,21 @@ def verify_ledger(
             try:
                 fold.add(entry)
             except LedgerError as error:
-                problems.add(index, error.rule, str(error))
+                problems.add(index, error.rule, str(error), *subjects(entry, error.rule))
     except MalformedError as error:  # from a reader of bytes: nothing after it can be trusted
-        problems.add(len(log), "readable", str(error))
+        problems.add(len(log), "readable", str(error), makes=frozenset({CUT}))
     if fold.run_id not in (None, run_id):
         problems.add(0, "own-run", "the ledger was made for another run than the spec's")
     for node in fold.owing():
-        problems.add(
-            None, "claw-back-owed", f"credit of node {node.hex()} is owed since its last failed audit"
-        )
-    _check_heads(opened_heads, log, problems)
+        text = f"credit of node {node.hex()} is owed since its last failed audit"
+        problems.add(None, "claw-back-owed", text, due_to=frozenset({("claw-back-first", node), CUT}))
+    sound = _check_heads(opened_heads, log, problems)
     for claim in claims:
-        _check_receipt(claim, kept.get(claim.ledger_index), len(log), problems)
+        due_to = frozenset({CUT, ALTERED}) if claim.ledger_index >= sound else NOTHING
+        _check_receipt(claim, kept.get(claim.ledger_index), len(log), problems, due_to)
     if also is not None:
         for problem in also(log, max((head.issued_at for _, head in opened_heads), default=0)):
-            problems.add(problem.index, problem.rule, problem.text)
+            problems.take(problem)
     return LedgerReport(
         run_id=run_id,
         operator=spec.operator,
@@ -196,32 +195,22 @@ def verify_ledger(
     )
 
 
-class _Problems:
-    def __init__(self) -> None:
-        self.found: list[Problem] = []
-        self.unnamed = 0
-
-    def add(self, index: int | None, rule: str, text: str) -> None:
-        if len(self.found) < MAX_PROBLEMS:
-            self.found.append(Problem(index, rule, text))
-        else:
-            self.unnamed += 1
-
-
 def _opened(
     given: Sequence[Signed],
     type_: type[M],
     operator: bytes,
     run_id: bytes,
     check: Check,
-    problems: _Problems,
+    problems: Problems,
 ) -> list[tuple[int, M]]:
     """What the operator signed for this run, with its number among those given."""
     what, rule = ("tree head", "head") if type_ is TreeHead else ("receipt", "receipt")
     opened: list[tuple[int, M]] = []
     holds = check([claim_of(signed, type_) for signed in given])
     for number, (signed, held) in enumerate(zip(given, holds, strict=True)):
+        about: Keys = NOTHING
         if signed.signer != operator:
+            about = frozenset({(what, signed.signer)})
             text = f"signed by key {fingerprint(signed.signer)}, not by the run's {fingerprint(operator)}"
         elif not held:
             text = "its signature does not match its content: it was altered, or signed as something else"
@@ -234,13 +223,16 @@ def _opened(
                 if getattr(message, "run_id", None) == run_id:
                     opened.append((number, message))
                 else:
-                    problems.add(None, f"{rule}-of-run", f"{what} {number} belongs to another run")
+                    about = frozenset({(what, getattr(message, "run_id", None))})
+                    text = f"{what} {number} belongs to another run"
+                    problems.add(None, f"{rule}-of-run", text, about, about)
                 continue
-        problems.add(None, f"{rule}-signed", f"{what} {number}: {text}")
+        problems.add(None, f"{rule}-signed", f"{what} {number}: {text}", about, about)
     return opened
 
 
-def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems: _Problems) -> None:
+def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems: Problems) -> int:
+    """How many entries the largest head covers that is theirs."""
     covered = 0
     for number, head in sorted(heads, key=lambda item: item[1].size):
         if head.size > len(log):
@@ -248,6 +240,8 @@ def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems
                 None,
                 "entries-missing",
                 f"tree head {number} was signed for {head.size} entries; only {len(log)} are here",
+                frozenset({CUT}),
+                frozenset({CUT, ALTERED}),
             )
         elif head.root != log.root(head.size):
             among = f"the first that is not is one of {covered} to {head.size - 1}" if covered else "not all"
@@ -255,24 +249,33 @@ def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems
                 None,
                 "head-root",
                 f"the first {head.size} entries are not those of tree head {number}: {among}",
+                frozenset({ALTERED}),
+                frozenset({ALTERED}),
             )
         else:
             covered = max(covered, head.size)
     if covered < len(log) or not heads:
-        problems.add(covered, "head-covers", f"no valid tree head covers entries {covered} to {len(log) - 1}")
+        text = f"no valid tree head covers entries {covered} to {len(log) - 1}"
+        problems.add(covered, "head-covers", text, due_to=frozenset({CUT, ALTERED}))
+    return covered
 
 
-def _check_receipt(receipt: Receipt, entry: LedgerEntry | None, size: int, problems: _Problems) -> None:
+def _check_receipt(
+    receipt: Receipt, entry: LedgerEntry | None, size: int, problems: Problems, due_to: Keys
+) -> None:
     index = receipt.ledger_index
     if entry is None:
-        problems.add(index, "receipt-entry", f"a receipt names entry {index}; only {size} are here")
+        text = f"a receipt names entry {index}; only {size} are here"
+        problems.add(index, "receipt-entry", text, due_to=due_to)
     elif not isinstance(entry, Judged | Reviewed | ClawedBack | Restored):
-        problems.add(index, "receipt-entry", f"a receipt names entry {index}, which is no verdict")
+        text = f"a receipt names entry {index}, which is no verdict"
+        problems.add(index, "receipt-entry", text, due_to=due_to)
     elif differing := receipt_differs(receipt, entry):
         problems.add(
             index,
             "receipt-matches",
             f"a receipt for entry {index} was signed with other values: {', '.join(differing)}",
+            due_to=due_to,
         )
 
 

@@ -21,11 +21,11 @@ from barnraise.protocol.errors import MalformedError, StorageError
 from barnraise.protocol.ledger import (
     LedgerEntry,
     LedgerReport,
-    Problem,
     decode_entry,
     encode_entry,
     verify_ledger,
 )
+from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.ledger_uses import UseCheck
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Signed

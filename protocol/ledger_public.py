@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from barnraise.protocol.cosignature import node_cosignatures, node_witness
 from barnraise.protocol.errors import BarnraiseError, MalformedError
-from barnraise.protocol.ledger import Problem
+from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.merkle import MerkleLog, leaf_hash
 from barnraise.protocol.notes import Ed25519Key, parse_note
 from barnraise.protocol.tlog_checkpoint import open_checkpoint

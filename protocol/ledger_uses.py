@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import MalformedError, SignatureError
-from barnraise.protocol.ledger import Judged, LedgerEntry, Problem, Restored, Reviewed, VersionPublished
+from barnraise.protocol.ledger import Judged, LedgerEntry, Restored, Reviewed, VersionPublished
+from barnraise.protocol.ledger_problems import ALTERED, CUT, Problem
 from barnraise.protocol.messages import Digest, Message, Signed
 
 MOST = 4096  # submissions in one
@@ -63,15 +64,15 @@ class UseCheck:
                 yield Problem(None, "use-of-run", f"use {number} belongs to another run")
                 continue
             if use.version != UNUSED and use.version not in self._versions:
-                yield Problem(
-                    None, "use-published", f"use {number} is of version {use.version}, never published"
-                )
+                text = f"use {number} is of version {use.version}, never published"
+                yield Problem(None, "use-published", text, due_to=frozenset({CUT, ALTERED}))
             for submission in use.submissions:
                 if submission not in self._accepted:
                     text = (
                         f"version {use.version} was made from submission {submission.hex()}, never accepted"
                     )
-                    yield Problem(None, "use-accepted", text)
+                    due_to = frozenset({CUT, ALTERED, ("submission_id", submission)})
+                    yield Problem(None, "use-accepted", text, due_to=due_to)
                 if used.setdefault(submission, use.version) != use.version:
                     text = f"submission {submission.hex()} was used for {used[submission]} and {use.version}"
                     yield Problem(None, "use-once", text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from barnraise.protocol.ledger import Problem
+from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.ledger_public import Published, Read
 from barnraise.protocol.log_messages import CHECKPOINT

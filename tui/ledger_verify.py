@@ -10,9 +10,10 @@ import typer
 
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, RunFolderError, SignatureError
-from barnraise.protocol.ledger import LedgerReport, Problem
+from barnraise.protocol.ledger import LedgerReport
 from barnraise.protocol.ledger_file import open_ledger, verify_ledger_file
 from barnraise.protocol.ledger_lines import peer_id
+from barnraise.protocol.ledger_problems import Problem, causes, in_order
 from barnraise.protocol.ledger_public import Held, hold_against, look_at_files
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Receipt, Signed, TreeHead
@@ -62,7 +63,10 @@ def report_fields(report: LedgerReport) -> dict[str, Any]:
         "receipts": report.receipts,
         "signatures": report.signatures,
         "balances": {peer_id(node): credit for node, credit in sorted(report.balances.items())},
-        "problems": [{"entry": p.index, "rule": p.rule, "text": p.text} for p in report.problems],
+        "problems": [
+            {"entry": one.index, "rule": one.rule, "text": one.text, "follows_from": cause}
+            for one, cause in zip(report.problems, causes(report.problems, report.size), strict=True)
+        ],
         "problems_left_out": report.unnamed,
     }
 
@@ -142,16 +146,21 @@ def print_report(report: LedgerReport, newer: int | None = None) -> None:
 
 
 def _print_problems(report: LedgerReport) -> None:
-    """The earliest entry's first, since one that is wrong makes those after it wrong; then some others."""
-    problems = sorted(report.problems, key=lambda one: report.size if one.index is None else one.index)
-    several = len(problems) + report.unnamed > 1
-    for number, problem in enumerate(problems[:PROBLEMS_SHOWN]):
+    """What follows from no other problem, the earliest entry's first: what only follows is counted there."""
+    problems = in_order(report.problems, report.size)
+    for number, (problem, following) in enumerate(problems[:PROBLEMS_SHOWN]):
         place = "ledger" if problem.index is None else f"entry {problem.index}"
         typer.echo(f"WRONG    {place}: {problem.rule}: {printable(problem.text, 1000)}")
-        if number == 0 and several:
+        if following:
+            typer.echo(f"         and {following:,} more that follow{'s' * (following == 1)} from it")
+        if number == 0 and (len(problems) > 1 or report.unnamed):
             typer.echo("         ^ the first of them: look here, the others may follow from it")
-    if more := len(problems[PROBLEMS_SHOWN:]) + report.unnamed:
-        typer.echo(f"WRONG    {more:,} more problems (--json has the first {len(problems)})")
+    left = sum(1 + following for _, following in problems[PROBLEMS_SHOWN:]) + report.unnamed
+    named = len(report.problems)
+    if left:
+        typer.echo(f"WRONG    {left:,} more problems (--json has the first {named:,})")
+    elif named > len(problems):
+        typer.echo(f"         (--json has all {named:,})")
 
 
 def receipt_file(ledger: Path, data: Path) -> Path:
