@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from barnraise.coordinator.hub import Hub
 from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.journal_place import journal_begun, journal_path
 from barnraise.coordinator.operator_events import SettingsAmended
+from barnraise.coordinator.run_bounds import too_small
 from barnraise.protocol import wire
 from barnraise.protocol.amendments import Amendment, AmendmentError, amended
 from barnraise.protocol.envelope import content_id
@@ -39,6 +41,8 @@ async def amend(core: Core, args: dict[str, Any]) -> dict[str, Any]:
     try:
         before = core.settings
         new = {key: text for key, text in changes.items() if amended(before, {key: text}) != before}
+        if wrong := too_small({key: json.loads(text) for key, text in new.items()}):
+            raise AmendmentError(wrong)
         check_together(core, new)
     except AmendmentError as error:
         raise RefusedError("not-amendable", str(error)) from None

@@ -21,6 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.guards import GuardLimits
+from barnraise.coordinator.run_bounds import too_small
 from barnraise.protocol.errors import BarnraiseError
 from barnraise.protocol.hello import Floor, our_hello
 from barnraise.protocol.messages import Text
@@ -136,8 +137,8 @@ class RunFile(Struct, frozen=True, kw_only=True):
     guards: GuardLimits = GuardLimits()
 
 
-def read_run_file(path: Path) -> RunFile:
-    """Read and check a run file.
+def read_run_file(path: Path, made: bool = False) -> RunFile:
+    """Read and check a run file. ``made``: what is signed is signed, whatever sense it makes.
 
     Raises:
         RunFileError: it cannot be read, is no TOML, or a key is unknown or out of its bounds.
@@ -153,7 +154,7 @@ def read_run_file(path: Path) -> RunFile:
         tables = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RunFileError(f"{path} is no TOML: {error}") from None
-    return _run_file(tables, str(path))
+    return _run_file(tables, str(path), made)
 
 
 def operating(folder: Path) -> RunFile:
@@ -163,10 +164,10 @@ def operating(folder: Path) -> RunFile:
         RunFileError: it is there and cannot be used.
     """
     path = folder / RUN_FILE
-    return read_run_file(path) if path.exists() else RunFile()
+    return read_run_file(path, made=True) if path.exists() else RunFile()
 
 
-def _run_file(tables: dict[str, Any], where: str) -> RunFile:
+def _run_file(tables: dict[str, Any], where: str, made: bool) -> RunFile:
     known = ["run", *SIGNED, "pretrain", *OWN]
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -179,6 +180,14 @@ def _run_file(tables: dict[str, Any], where: str) -> RunFile:
         signed[name] = _floats(kind, tables.get(name, {}))
         _read(_optional(name, kind), signed[name], name, where)
     run = _read(RunSection, tables.get("run", {}), "run", where)
+    said = {
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        for key, value in table.items()
+        if name in OWN or not made
+    }
+    if wrong := too_small(said):
+        raise RunFileError(f"{where}: {wrong}")
     if signed["pretrain"] and run.phase != "pretrain":
         raise RunFileError(f'{where}: [pretrain] is for run.phase = "pretrain"')
     try:

@@ -14,6 +14,7 @@ from tomlkit.items import Table
 
 from barnraise.coordinator.folder import Settings
 from barnraise.coordinator.pretrain_presets import Choices
+from barnraise.coordinator.run_bounds import LEAST, OR_ZERO
 from barnraise.coordinator.run_file import OWN, SIGNED, RunFile, RunSection, fields_of
 from barnraise.protocol.amendments import AMENDABLE
 from barnraise.protocol.spec import RunSpec
@@ -153,13 +154,17 @@ def keys() -> Iterator[tuple[str, str, Any]]:
             yield section, key, hint
 
 
-def allowed(hint: Any) -> str:
-    """The values of a type, in words: ``1 to 65536``, ``true or false``, ``token or sequence``."""
+def allowed(hint: Any, name: str = "") -> str:
+    """The values of a type, in words: ``1 to 65536``, ``true or false``, ``token or sequence``.
+
+    ``name``: of the key that has it, which may have a bound of its own.
+    """
     parts = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is None:
-        return {bool: "true or false", str: "text", int: "whole number", float: "number"}.get(hint, "")
+        word = {bool: "true or false", str: "text", int: "whole number", float: "number"}.get(hint, "")
+        return f"{word} from {LEAST[name]:.12g}" if name in LEAST else word
     if type(None) in get_args(hint):
-        return allowed(parts[0])
+        return allowed(parts[0], name)
     if isinstance(parts[0], str):
         return " or ".join(map(str, parts))
     meta = next((part for part in parts if isinstance(part, Meta)), None)
@@ -167,6 +172,9 @@ def allowed(hint: Any) -> str:
         return "list of texts" if get_origin(hint) is tuple else allowed(parts[0])
     if meta.max_length is not None:
         return "list of texts" if get_origin(parts[0]) is tuple else "text"
+    if name in LEAST:
+        zero = "0, " if name in OR_ZERO else ""
+        return f"{zero}{LEAST[name]:.12g} to {meta.le:.12g}"
     low = f"above {meta.gt:.12g}" if meta.gt is not None else f"{meta.ge:.12g}" if meta.ge is not None else ""
     high = "" if meta.le is None else f"{meta.le:.12g}"
     return f"{low} to {high}" if low and high else low or high or allowed(parts[0])
@@ -219,7 +227,8 @@ def write_run_file(file: RunFile, settings: Settings | RunSpec) -> str:
             value = getattr(settings.evaluation.environment, key, None)
         else:
             value = getattr(getattr(settings, section), key)
-        _add(tables[section], key, f"{TEXTS[f'{section}.{key}']} ({allowed(hint)})", value, default)
+        name = f"{section}.{key}"
+        _add(tables[section], key, f"{TEXTS[name]} ({allowed(hint, name)})", value, default)
     return tomlkit.dumps(document)
 
 
@@ -255,8 +264,10 @@ def reference() -> str:
             before = section
         default = own_default(section, key)
         shown = "*preset*" if default is None else f"`{_shown(default)}`"
-        text = TEXTS[f"{section}.{key}"]
-        lines.append(f"| `{key}` | {text} | {allowed(hint)} | {shown} | {changes(section, key)} |")
+        name = f"{section}.{key}"
+        lines.append(
+            f"| `{key}` | {TEXTS[name]} | {allowed(hint, name)} | {shown} | {changes(section, key)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -162,7 +162,9 @@ async def test_an_amendment_is_told_signed_to_who_is_there_and_to_who_comes_and_
     ("changes", "why"),
     [
         ({"model.name": '"x"'}, "cannot change"),
-        ({"rollout.deadline_s": "0.5"}, "change both"),
+        ({"rollout.deadline_s": "30.0"}, "change both"),
+        ({"rollout.timeout_s": "1e-300"}, "timeout_s is 1e-300.*1 or more"),
+        ({"grpo.clip_delta": "0.5", "grpo.clip_low": "0.25"}, "clip_delta is 0.5.*1 or more"),
         ({"rollout.groups_per_version": "65536"}, "change both"),
         ({}, "needs changes"),
         ({"grpo.learning_rate": 1}, "texts"),

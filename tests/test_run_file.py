@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from barnraise.coordinator.folder import read_spec
 from barnraise.coordinator.pretrain_presets import Choices
 from barnraise.coordinator.publisher import slim
 from barnraise.coordinator.retention import kept_whole
+from barnraise.coordinator.run_bounds import LEAST, OR_ZERO, too_small
 from barnraise.coordinator.run_estimate import Swarm, estimate
 from barnraise.coordinator.run_file import (
     OWN,
@@ -148,6 +149,74 @@ def test_check_says_what_will_not_do(tmp_path):
     result = CliRunner().invoke(app, ["run", "check", str(path), "--parameters", "7e9", "--nodes", "4"])
     assert result.exit_code == 1
     assert "timeout_s" in result.output
+
+
+HARMLESS = {
+    "grpo.beta1": "no moving average",
+    "grpo.beta2": "no moving average",
+    "grpo.weight_decay": "none",
+    "grpo.kl_coefficient": "none",
+    "grpo.entropy_coefficient": "none",
+    "pretrain.outer_momentum": "none",
+    "pretrain.trim": "none",
+    "guards.reward_share": "never",
+    "guards.accuracy_share": "never",
+    "guards.entropy_low": "never",
+    "guards.clip_share": "as soon as a token is clipped",
+    "guards.usable_share": "never but without any",
+    "guards.stale_share": "as soon as work is stale",
+    "guards.volunteers_share": "never but without any",
+}
+"""Numbers that may be as small as 0, and what as good as 0 then means."""
+
+
+def number_keys(kind: type) -> list[tuple[str, str]]:
+    """Every key that is a number, of a kind."""
+    return [
+        (section, key)
+        for section, key, hint in keys()
+        if kind
+        in (plain := [hint, *get_args(hint), *(more for part in get_args(hint) for more in get_args(part))])
+        and bool not in plain
+    ]
+
+
+@pytest.mark.parametrize(("section", "key"), number_keys(float))
+@pytest.mark.parametrize("value", ["5e-324", "1e-300", "1e-30"])
+def test_a_positive_number_that_is_absurdly_small_is_refused_with_the_cure(tmp_path, section, key, value):
+    text = f"[{section}]\n{key} = {value}\n"
+    if section == "pretrain":
+        text += '[run]\nphase = "pretrain"\n'
+    path = written(tmp_path, text)
+    if f"{section}.{key}" in HARMLESS:
+        read_run_file(path)
+        return
+    with pytest.raises(
+        RunFileError, match=rf"run\.toml: {section}\.{key} is .* makes sense: write .* or more"
+    ):
+        read_run_file(path)
+    if section in OWN:
+        with pytest.raises(RunFileError):
+            operating(tmp_path)
+    else:  # signed long ago, when nobody refused it
+        assert operating(tmp_path)
+
+
+@pytest.mark.parametrize(("section", "key"), number_keys(int))
+def test_no_count_may_be_negative(tmp_path, section, key):
+    text = f"[{section}]\n{key} = -2\n" + ('[run]\nphase = "pretrain"\n' if section == "pretrain" else "")
+    with pytest.raises(RunFileError, match=f"{key}"):
+        read_run_file(written(tmp_path, text))
+
+
+def test_bounds_are_of_keys_that_there_are_and_every_preset_keeps_them():
+    known = {f"{section}.{key}" for section, key, _ in keys()}
+    assert set(LEAST) | set(HARMLESS) <= known
+    assert set(LEAST) >= OR_ZERO
+    for preset in PRESETS.values():
+        for section in ("sampling", "rollout", "grpo"):
+            values = msgspec.to_builtins(getattr(preset(), section))
+            assert not too_small({f"{section}.{key}": value for key, value in values.items()})
 
 
 ABSURD = (

@@ -136,6 +136,7 @@ def run(
     """Run the coordinator until Ctrl-C; started again, it goes on where it was."""
     from barnraise.coordinator.main import run_from_folder
     from barnraise.coordinator.newcomers import NewcomerLimits
+    from barnraise.coordinator.run_bounds import too_small
     from barnraise.coordinator.run_file import floor_of, operating
     from barnraise.coordinator.scale import read_spread
     from barnraise.coordinator.web.gate import Access
@@ -162,6 +163,8 @@ def run(
         raise typer.BadParameter(
             "0, or at least 1: nobody could get a whole version", param_hint="--upload-copies"
         )
+    if wrong := too_small({"serve.relay_mbit": relay}):
+        raise typer.BadParameter(wrong, param_hint="--relay-mbit")
     if http and no_http:
         raise typer.BadParameter("choose one of --http and --no-http", param_hint="--http")
     try:
