@@ -35,7 +35,7 @@ from barnraise.protocol.tree_effects import (
 )
 from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.treecast import Treecast
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 
 _OVERHEAD = 60  # bytes of framing, encryption and transport around one message
 

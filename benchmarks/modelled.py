@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from barnraise.protocol.transfer_state import TransferConfig
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 from benchmarks.flowsim import FlowSim
 
 MEGABIT = 1e6 / 8

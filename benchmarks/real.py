@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from barnraise.coordinator.origin import SLOTS
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 from benchmarks import relaysim
 from benchmarks.modelled import broadcast as modelled_broadcast
 from benchmarks.netns import QUEUE_MS, Lab, Shape, open_lab

@@ -23,7 +23,7 @@ from barnraise.protocol.opening import check_opening
 from barnraise.protocol.pretrain import last_block_version
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 from barnraise.protocol.wire import printable
 
 _LOOK_S = 1.0

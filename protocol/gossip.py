@@ -47,7 +47,7 @@ from barnraise.protocol.tree_messages import (
     Contact,
 )
 from barnraise.protocol.treecast import Treecast
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 
 MAX_BANNED = 4096
 STRANGER_S = 20.0  # how long a link that is no neighbour's may stay
@@ -165,7 +165,7 @@ class Gossiper:
     def announce(self, addresses: Iterable[str]) -> None:
         """Tell whoever is met from now on to dial us there (nowhere: we only dial out)."""
         fit = tuple(address for address in addresses if 0 < len(address) <= 256)[:16]
-        self.core.views.me = Contact(peer_id=self.network.peer_id, addresses=fit)
+        self.core.views.state.me = Contact(peer_id=self.network.peer_id, addresses=fit)
 
     def sent_beside(self, peer: str, size: int) -> None:
         """Bytes of shards that ``peer`` got of us beside the tree: the upload limit counts them too."""
@@ -297,7 +297,7 @@ class Gossiper:
         while True:
             await self._stirred.wait()
             self._stirred = trio.Event()
-            await trio.sleep(max(SWEEP_S, self.core.views.config.shuffle_period / 2))
+            await trio.sleep(max(SWEEP_S, self.core.views.state.config.shuffle_period / 2))
             now = trio.current_time()
             nobodys = [link for link in self.links.values() if not self.control.needed(link.peer_id)]
             for link in nobodys:

@@ -38,7 +38,8 @@ from barnraise.protocol.tree_messages import (
     Unavailable,
     Want,
 )
-from barnraise.protocol.views import ViewConfig, Views
+from barnraise.protocol.view_state import ViewConfig
+from barnraise.protocol.views import Views
 
 _TREE = (Gossip, GossipHave, Graft, Prune)
 _TRANSFER = (Have, Want, Bitmap, Cancel, Unavailable)

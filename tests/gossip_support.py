@@ -34,7 +34,7 @@ from barnraise.protocol.store import DiskStore
 from barnraise.protocol.transfer_state import TransferConfig
 from barnraise.protocol.tree_messages import Contact
 from barnraise.protocol.version_folder import folder_matches
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 
 OPERATOR = Identity.from_private_bytes(b"o" * 32)
 RUN = b"r" * 32

@@ -111,7 +111,7 @@ class SwarmMachine(RuleBasedStateMachine):
         for host in self.sim.hosts.values() if hasattr(self, "sim") else ():
             transfer = host.core.transfer
             assert len(transfer.sending()) <= transfer.fan_out + 2
-            assert len(host.core.views.active) <= host.core.views.config.active
+            assert len(host.core.views.active) <= host.core.views.state.config.active
 
     def teardown(self) -> None:
         if not hasattr(self, "sim"):

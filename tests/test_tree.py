@@ -12,7 +12,7 @@ from treecast_mesh import Mesh, head, head_id
 from barnraise.protocol.tree import Tree, TreeConfig
 from barnraise.protocol.tree_effects import Deliver, LinkEager, Send
 from barnraise.protocol.tree_messages import Gossip, GossipHave, Graft, HeadMark, Prune
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 
 
 def gossip(version: int, hops: int = 1) -> Gossip:

@@ -45,7 +45,7 @@ from barnraise.protocol.tree_messages import (
     Want,
 )
 from barnraise.protocol.treecast import Treecast
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 
 PEERS = [f"p{index}" for index in range(7)]
 SHARDS = 12
@@ -96,7 +96,7 @@ def any_message(rng: random.Random) -> Message:
 
 def check_books(core: Treecast) -> None:
     transfer = core.transfer
-    assert len(core.views.active) <= core.views.config.active
+    assert len(core.views.active) <= core.views.state.config.active
     assert set(transfer._peers) == set(core.views.active) == set(core.tree.eager) | set(core.tree.lazy)
     assert not set(core.tree.eager) & set(core.tree.lazy)
     assert len(transfer._versions) <= transfer.config.versions

@@ -20,7 +20,8 @@ from barnraise.protocol.tree_messages import (
     Shuffle,
     ShuffleReply,
 )
-from barnraise.protocol.views import ViewConfig, Views
+from barnraise.protocol.view_state import ViewConfig
+from barnraise.protocol.views import Views
 
 
 def contact(name: str) -> Contact:
@@ -46,10 +47,10 @@ def check_links(mesh: Mesh) -> None:
     for name, node in mesh.nodes.items():
         assert name not in node.views.active
         guests = [peer for peer in node.views.active if peer.startswith("nat")]
-        assert len(node.views.active) - len(guests) <= node.views.config.active
-        assert len(guests) <= max(node.views.config.guests, node.views.config.active)
-        assert set(node.views._guests) == set(guests)
-        assert len(node.views.passive) <= node.views.config.passive
+        assert len(node.views.active) - len(guests) <= node.views.state.config.active
+        assert len(guests) <= max(node.views.state.config.guests, node.views.state.config.active)
+        assert set(node.views.state.guests) == set(guests)
+        assert len(node.views.passive) <= node.views.state.config.passive
         assert not set(node.views.active) & set(node.views.passive)
         for peer in node.views.active:
             assert name in mesh.nodes[peer].views.active, f"{name} believes in a link to {peer}"
@@ -87,7 +88,7 @@ def test_a_lost_neighbour_is_replaced_from_the_passive_view() -> None:
     node.on_message("a", Neighbour(addresses=("a/a",), urgent=True), 0.0)
     node.connect_failed("boot", 0.0)
     node.connect_failed("spare", 0.0)
-    node._remember(contact("next"))
+    node.state.remember(contact("next"))
     effects = node.disconnected("a", 1.0)
     assert Connect(contact("next")) in effects
     assert node.connected("next", 1.1) == [Send("next", Neighbour(addresses=("a/me",), urgent=True))]
@@ -100,7 +101,7 @@ def test_a_node_without_anybody_tries_its_bootstrap_again_with_growing_pauses() 
     for _ in range(6):
         node.connect_failed("boot", now)
         assert node.wake_at is not None
-        due = node._retry_at
+        due = node.search.retry_at
         assert due is not None
         pauses.append(due - now)
         now = due
@@ -179,7 +180,7 @@ def test_a_node_that_leaves_ties_its_neighbours_together() -> None:
 def test_a_node_that_lacks_one_link_asks_few_of_the_many_it_knows() -> None:
     node = full(8)
     for index in range(40):
-        node._remember(contact(f"other{index}"))
+        node.state.remember(contact(f"other{index}"))
     asked, effects = 0, node.disconnected("n0", 1.0)
     while dialled := [effect.contact.peer_id for effect in effects if isinstance(effect, Connect)]:
         asked += len(dialled)
@@ -283,7 +284,7 @@ def test_more_guests_than_places_take_turns_and_a_place_is_kept_for_a_while() ->
 
 def test_a_guest_never_costs_a_neighbour_that_can_be_dialled_its_link() -> None:
     node = full(3)
-    node.config = ViewConfig(active=3, guests=1, tenure=60.0)
+    node.state.config = ViewConfig(active=3, guests=1, tenure=60.0)
     node.on_message("nat1", OverlayJoin(addresses=()), 0.0)
     for urgent in (True, False):
         refused = node.on_message("nat2", Neighbour(addresses=(), urgent=urgent), 100.0)

@@ -29,7 +29,8 @@ from barnraise.protocol.tree_effects import (
     Send,
 )
 from barnraise.protocol.tree_messages import Contact
-from barnraise.protocol.views import ViewConfig, Views
+from barnraise.protocol.view_state import ViewConfig
+from barnraise.protocol.views import Views
 
 
 def head(version: int) -> Signed:

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 from barnraise.protocol.transfer_state import TransferConfig
-from barnraise.protocol.views import ViewConfig
+from barnraise.protocol.view_state import ViewConfig
 from benchmarks.flowsim import FlowSim, Host
 
 SHARD = 1 << 20
