@@ -221,6 +221,20 @@ async def test_an_invite_opens_the_door_by_itself_and_one_that_does_not_count_en
             assert cat.exit_codes == []
 
 
+async def test_the_operator_hears_of_a_flood_while_it_lasts(tmp_path: Path, autojump_clock: Clock) -> None:
+    async with run_with(make_run(tmp_path), 1) as (swarm, coordinator, core):
+        async with node(swarm, coordinator, b"a", outside=HOME):
+            for number in range(21):
+                await refused(swarm, coordinator, bytes([number + 1]), HOME)
+            await trio.sleep(120)
+            (alarm,) = coordinator.state()["alarms"]
+            assert (alarm["kind"], alarm["value"]) == ("newcomer-flood", 21)
+            assert "203.0.113" not in alarm["text"]
+            assert core.state.operations.paused is None
+            await trio.sleep(3600)
+            assert "newcomer-flood" not in {alarm["kind"] for alarm in coordinator.state()["alarms"]}
+
+
 @asynccontextmanager
 async def over_tcp(folder: Path, name: str, address: str) -> AsyncIterator[NodeHandle]:
     """A node's daemon on a real libp2p host of loopback."""

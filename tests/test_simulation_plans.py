@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_every_scenario_of_the_package_loads_says_what_it_is_and_plans_something
 def test_a_scenario_that_is_not_usable_is_refused_with_what_would_do(text: str, complaint: str) -> None:
     with pytest.raises(ScenarioError, match=complaint):
         read_scenario(text, "mine")
+
+
+def test_whoever_comes_from_a_network_has_an_address_of_it_and_keeps_it() -> None:
+    scenario = load_scenario("sybils")
+    where = [draw_traits(scenario, 1, f"n{number:04d}").outside for number in range(230)]
+    assert all(ip_address(text[5:]) in ip_network("198.51.0.0/16") for text in where[:20])
+    assert set(where[20:220]) == {"/ip4/203.0.113.7"}
+    assert all(ip_address(text[5:]) in ip_network("198.18.0.0/15") for text in where[220:])
+    assert len(set(where)) == 20 + 1 + 10
+    assert where[:20] == [draw_traits(scenario, 1, f"n{number:04d}").outside for number in range(20)]
+    assert draw_traits(load_scenario("steady"), 1, "n0000").outside == ""
 
 
 def test_a_scenario_that_is_not_there_is_answered_with_those_that_are() -> None:
