@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ CHECK_EXAMPLES = examples(
 )
 TEMPLATE_EXAMPLES = examples("run template > my-run.toml", "run template --model smollm2")
 
+BUILT_IN = ("demo", "smollm2", "tiny", "small")
+NOWHERE = Path(os.devnull, "none")
+
 
 def given(context: typer.Context, name: str) -> bool:
     """Whether an option stands on the command line: then it comes before the file."""
@@ -35,25 +40,39 @@ def template(
     phase: str = typer.Option("posttrain", "--phase", metavar="PHASE", help="'posttrain' or 'pretrain'."),
 ) -> None:
     """Print a run file with every key, its meaning, range and value for a model."""
-    from barnraise.coordinator.run_file import RunFile, RunSection
+    from barnraise.coordinator.prompt_floor import with_floor
+    from barnraise.coordinator.run_file import RunFile, RunSection, Serve
     from barnraise.coordinator.run_keys import write_run_file
 
     if phase not in ("posttrain", "pretrain"):
         raise typer.BadParameter("posttrain or pretrain", param_hint="--phase")
-    run = RunSection(model=model, phase=phase)  # type: ignore[arg-type]
-    typer.echo(write_run_file(RunFile(run=run), preset(model)), nl=False)
+    run, settings = RunSection(model=model, phase=phase), preset(model)  # type: ignore[arg-type]
+    serve = with_floor(Serve(), _folder(model), settings.environment)
+    typer.echo(write_run_file(RunFile(run=run, serve=serve), settings), nl=False)
 
 
 def keep_file(folder: Path, loaded: RunFile, run: RunSection, pretrain: dict[str, Any]) -> None:
-    """Write ``RUN/run.toml``: how the run was made, and how this machine serves it."""
+    """Write ``RUN/run.toml``: how the run was made, and how this machine serves it.
+
+    With the floor that the model's tokenizer needs; a person is told.
+    """
     from msgspec.structs import replace
 
     from barnraise.coordinator.folder import read_spec
+    from barnraise.coordinator.prompt_floor import with_floor
     from barnraise.coordinator.run_file import RUN_FILE
     from barnraise.coordinator.run_keys import write_run_file
+    from barnraise.coordinator.workers import checkpoint_folder
 
-    file = replace(loaded, run=run, signed={**loaded.signed, "pretrain": pretrain})
-    (folder / RUN_FILE).write_text(write_run_file(file, read_spec(folder)[0]), encoding="utf-8")
+    spec = read_spec(folder)[0]
+    serve = with_floor(loaded.serve, checkpoint_folder(folder, 0), spec.environment)
+    if serve != loaded.serve:
+        typer.echo(
+            f"[serve] floor_minor = {serve.floor_minor}: the tokenizer begins a plain prompt with a token of "
+            "its own, which older nodes leave out"
+        )
+    file = replace(loaded, run=run, serve=serve, signed={**loaded.signed, "pretrain": pretrain})
+    (folder / RUN_FILE).write_text(write_run_file(file, spec), encoding="utf-8")
 
 
 def preset(model: str) -> Settings:
@@ -81,6 +100,7 @@ def check(
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
 ) -> None:
     """Say what is wrong with a run file, and what the run will need: disk, memory, bandwidth, time."""
+    from barnraise.coordinator.prompt_floor import floor_trouble
     from barnraise.coordinator.run_estimate import Swarm
     from barnraise.coordinator.task_check import task_troubles
 
@@ -91,6 +111,8 @@ def check(
     found = _estimate(file, facts, swarm)
     tasks, held_out = facts["tasks"]
     found.troubles.extend(task_troubles(tasks, held_out, facts["sampling"].max_new_tokens))
+    if trouble := floor_trouble(file.serve, facts["tokenizer"], tasks, time.time_ns() // 1_000_000):
+        found.troubles.append(trouble)
     if as_json:
         emit_json({"fits": not found.troubles, **asdict(found)})
     else:
@@ -115,6 +137,7 @@ def _look(place: Path, parameters: float) -> tuple[RunFile, dict[str, Any]]:
             "sampling": spec.sampling,
             "adapter": spec.model.adapter,
             "tasks": (spec.environment, spec.evaluation.environment),
+            "tokenizer": max(place.glob("checkpoints/v*/tokenizer.json"), default=NOWHERE).parent,
         }
         return operating(place), facts
     file = read_run_file(place)
@@ -133,7 +156,13 @@ def _look(place: Path, parameters: float) -> tuple[RunFile, dict[str, Any]]:
         "sampling": settings.sampling,
         "adapter": None,
         "tasks": (settings.environment, settings.evaluation.environment),
+        "tokenizer": _folder(file.run.model),
     }
+
+
+def _folder(model: str) -> Path:
+    """The folder that a model is named by; built-in names and Hugging Face ids name none."""
+    return NOWHERE if model in BUILT_IN else Path(model)
 
 
 def _weights(folder: Path, dtype: str) -> float:
