@@ -13,7 +13,8 @@ from barnraise.node.config import NodeConfig
 from barnraise.node.daemon import NodeHandle, run_node
 from barnraise.node.engine import Engine
 from barnraise.protocol.identity import Identity
-from barnraise.protocol.memory_network import DEAD_AFTER_S, MemoryNetwork, MemorySwarm
+from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
+from barnraise.protocol.memory_wires import DEAD_AFTER_S
 from barnraise.simulation.bulk import BulkNetwork
 from barnraise.simulation.determinism import drawn, virtual_ms
 from barnraise.simulation.event_log import EventLog

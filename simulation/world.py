@@ -144,12 +144,12 @@ class World:
         """Whether a node runs, is awake, is where the coordinator is, and both have room on their disks."""
         node = self.nodes[name]
         frozen = node.task is not None and self.lives.freezer.frozen(node.task)
-        there = self.coordinator.identity.peer_id not in self.memory._islands
+        there = self.coordinator.identity.peer_id not in self.memory.wires.islands
         return (
             node.live
             and not frozen
             and there
-            and node.peer_id not in self.memory._islands
+            and node.peer_id not in self.memory.wires.islands
             and not full_disk.is_full(node.config.data)
             and not self.coordinator.full
         )

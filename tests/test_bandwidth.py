@@ -10,7 +10,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barnraise.protocol import memory_network
+from barnraise.protocol import memory_pipe
 from barnraise.protocol.bandwidth import MIN_RATE, Bucket, Pacer, checked_rate
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SESSION_PROTOCOL, SHARD_PROTOCOL
@@ -223,8 +223,8 @@ async def test_receiving_keeps_to_its_cap_and_uses_it(
     streams: int, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R12: within 10 % over any 5 s."""
-    monkeypatch.setattr(memory_network, "WINDOW", 256 * 1024 // streams)
-    monkeypatch.setattr(memory_network, "PIECE", 16 * 1024)
+    monkeypatch.setattr(memory_pipe, "WINDOW", 256 * 1024 // streams)
+    monkeypatch.setattr(memory_pipe, "PIECE", 16 * 1024)
     begin = trio.current_time()
     _, received = await flow(None, 250_000, streams, 12, lambda up: None)
     assert worst_window(received) <= 1.1 * 250_000 * WINDOW_S

@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from barnraise.node.weights import Source, SwarmFetcher
-from barnraise.protocol import memory_network
+from barnraise.protocol import memory_pipe
 from barnraise.protocol.bandwidth import WINDOW, Pacer
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import SHARD_PROTOCOL
@@ -117,8 +117,8 @@ async def test_what_arrives_under_a_cap_is_within_a_tenth_of_it_over_any_five_se
     window = WINDOW
     if cap * 2 * latency_s > window / 2 * sources:
         window = 4096 * KIB  # as yamux lets it grow where the line needs it
-    monkeypatch.setattr(memory_network, "WINDOW", window)
-    monkeypatch.setattr(memory_network, "PIECE", max(4 * KIB, min(64 * KIB, cap // 16)))
+    monkeypatch.setattr(memory_pipe, "WINDOW", window)
+    monkeypatch.setattr(memory_pipe, "PIECE", max(4 * KIB, min(64 * KIB, cap // 16)))
     first = min(window, shard * KIB) / cap  # until what came at once is made up for
     made = shards(shard * KIB, cap * (9 + 2 * first))
     seen = await arrivals(cap, made, latency_s, sources)

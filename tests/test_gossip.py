@@ -12,7 +12,7 @@ import trio
 import trio.testing
 from gossip_support import CONFIG, KIB, OPERATOR, Host, make_version, meadow, opened
 
-from barnraise.protocol import memory_network
+from barnraise.protocol import memory_pipe
 from barnraise.protocol.envelope import sign
 from barnraise.protocol.errors import PeerError, StorageError
 from barnraise.protocol.gossip_bulk import Sending
@@ -517,7 +517,7 @@ async def test_a_download_cap_holds_over_any_five_seconds_and_is_used_however_ma
     tmp_path: Path, autojump_clock: Clock, up: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven neighbours have the version when the capped node comes."""
-    monkeypatch.setattr(memory_network, "PIECE", 16 * KIB)
+    monkeypatch.setattr(memory_pipe, "PIECE", 16 * KIB)
     cap, arrived = 1000 * KIB, [0]
     async with meadow(tmp_path) as field:
         origin = await field.add("o", up=8000 * KIB)

@@ -8,7 +8,9 @@ import trio
 from trio.testing import MockClock
 
 from barnraise.protocol.errors import PeerError
-from barnraise.protocol.memory_network import DEAD_AFTER_S, DIAL_TIMEOUT_S, WINDOW, MemoryNetwork, MemorySwarm
+from barnraise.protocol.memory_network import DIAL_TIMEOUT_S, MemoryNetwork, MemorySwarm
+from barnraise.protocol.memory_pipe import WINDOW
+from barnraise.protocol.memory_wires import DEAD_AFTER_S
 from barnraise.protocol.network import Stream
 
 ECHO = "/test/1/echo"

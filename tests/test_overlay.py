@@ -57,7 +57,7 @@ async def test_a_daemon_that_sends_corrupt_shards_is_banned_and_reported_and_nob
 ) -> None:
     monkeypatch.setattr(origin, "SLOTS", 1)  # so that the others have to help
     async with swarming(tmp_path, model, versions=60) as swarm:
-        swarm.memory._bandwidth = 60e3  # of each link from here on
+        swarm.memory.wires.bandwidth = 60e3  # of each link from here on
         evil = await swarm.join("evil", Paced(1.0))
         honest = [await swarm.join(f"node-{number}", Paced(1.0)) for number in range(4)]
         assert evil.handle is not None

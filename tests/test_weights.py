@@ -17,7 +17,7 @@ import trio
 
 from barnraise.node.versions import FRESH_S, Versions
 from barnraise.node.weights import Source, SwarmFetcher
-from barnraise.protocol import memory_network
+from barnraise.protocol import memory_pipe
 from barnraise.protocol import store as store_module
 from barnraise.protocol.bandwidth import Pacer
 from barnraise.protocol.envelope import sign
@@ -475,7 +475,7 @@ async def test_too_little_disk_is_said_before_anything_is_fetched(
 async def test_a_download_cap_is_kept_and_used_and_spares_the_coordinator_all_the_same(
     shard: int, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_network, "PIECE", 8 * KIB)  # slow lines bring no more at once
+    monkeypatch.setattr(memory_pipe, "PIECE", 8 * KIB)  # slow lines bring no more at once
     async with swarm(tmp_path) as s:
         origin = await s.party("origin")
         signed = publish(origin.store, tmp_path / "made", size=2048 * KIB, shard=shard)
@@ -494,7 +494,7 @@ async def test_a_download_cap_is_kept_and_used_and_spares_the_coordinator_all_th
 async def test_a_cap_is_used_up_by_many_slow_peers_together(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_network, "PIECE", 8 * KIB)  # slow lines bring no more at once
+    monkeypatch.setattr(memory_pipe, "PIECE", 8 * KIB)  # slow lines bring no more at once
     async with swarm(tmp_path) as s:
         peers = [await s.party(f"peer{number}", bandwidth=30 * KIB) for number in range(8)]
         for peer in peers:
