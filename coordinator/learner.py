@@ -23,19 +23,18 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from barnraise.coordinator import checkpoints
 from barnraise.coordinator.batches import Row, read_batch
 from barnraise.coordinator.checkpoints import Record
+from barnraise.coordinator.evaluation import HeldOut
 from barnraise.coordinator.learner_policy import trained_policy, write_policy
 from barnraise.coordinator.learner_shards import (
     Processes,
     clip_gradients,
     gathered,
     read_shards,
-    read_whole,
     shard,
     start_writing,
 )
@@ -47,9 +46,8 @@ from barnraise.coordinator.learner_step import (
     make_optimizer,
     recompute_layers,
     tokens_at_once,
-    trainable_parameters,
 )
-from barnraise.coordinator.scoring import Scorer
+from barnraise.coordinator.optimizer_file import read_optimizer, write_optimizer
 from barnraise.coordinator.workers import (
     Trained,
     TrainJob,
@@ -58,14 +56,12 @@ from barnraise.coordinator.workers import (
     checkpoint_folder,
     first_policy,
 )
-from barnraise.kernels.generate import greedy
 from barnraise.kernels.grpo import LossStats
 from barnraise.kernels.lora import adapter_off
 from barnraise.kernels.models import Policy, load_policy, save_tensors
 from barnraise.kernels.tokens import Codec
 from barnraise.protocol.environments import build_environment
 from barnraise.protocol.errors import RunFolderError, StorageError
-from barnraise.protocol.seeds import held_out_seed
 from barnraise.protocol.spec import RunSpec
 from barnraise.protocol.unit_context import about, unit_log
 
@@ -110,9 +106,7 @@ class Trainer:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._environment = build_environment(self.spec.environment)
         self._codec = Codec(checkpoint_folder(self.folder, 0), self.spec.environment)
-        held_out = self.spec.evaluation.environment or self.spec.environment
-        self._held_out = build_environment(held_out)
-        self._held_out_codec = Codec(checkpoint_folder(self.folder, 0), held_out)
+        self._held_out = HeldOut(self.spec, self.run_id, self.folder)
         self._scores: Scores | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._reference: Scores | None = None
@@ -171,9 +165,9 @@ class Trainer:
             return Record(version=job.version, step=self._step, trained=trained)
 
         if self._processes is None:
-            accuracy = (
-                self._evaluate(self._sound.policy) if self._evaluation_due(job.version) else NOT_EVALUATED
-            )
+            accuracy = NOT_EVALUATED
+            if self._evaluation_due(job.version):
+                accuracy = self._held_out.accuracy(self._sound.policy, self.spec)
             made = record(accuracy)
             checkpoints.save_checkpoint(self.folder, made, self._write_tensors)
         else:
@@ -192,8 +186,8 @@ class Trainer:
         """
         if self._processes is None:
             self._load(version)
-            return self._evaluate(self._sound.policy)
-        return self._evaluate(self._whole(checkpoint_folder(self.folder, version)))
+            return self._held_out.accuracy(self._sound.policy, self.spec)
+        return self._held_out.accuracy(self._whole(checkpoint_folder(self.folder, version)), self.spec)
 
     def _follow(self, settings: RunSpec) -> None:
         """Go by amended settings from here on; policy and optimiser's state stay."""
@@ -286,29 +280,8 @@ class Trainer:
         logprobs: Tensor = self._reference(rows)[0]
         return logprobs
 
-    # --- evaluation
-
     def _evaluation_due(self, version: int) -> bool:
         return version % self.spec.evaluation.every == 0 or version >= self.spec.rollout.versions
-
-    def _evaluate(self, policy: Policy) -> float:
-        """Share of held-out tasks that the greedy policy solves (full reward)."""
-        tasks = [
-            self._held_out.task(held_out_seed(self.run_id, index), held_out=True)
-            for index in range(self.spec.evaluation.tasks)
-        ]
-        prompts = [self._held_out_codec.encode_prompt(task.prompt) for task in tasks]
-        limit = self.spec.sampling.max_new_tokens
-        answers = greedy(policy, prompts, limit, self.spec.model.ends, max_batch=64)
-        scorer = Scorer(
-            self.spec.evaluation.environment or self.spec.environment
-        )  # a policy's answers are as untrusted as a stranger's
-        try:
-            texts = [self._held_out_codec.decode(answer) for answer in answers]
-            scores = scorer.score(self._held_out, tasks, texts).rewards
-        finally:
-            scorer.close()
-        return sum(score > 1 - 1e-9 for score in scores) / len(scores)
 
     # --- state
 
@@ -332,7 +305,7 @@ class Trainer:
         if (folder / checkpoints.SHARDS_FOLDER).is_dir():
             read_shards(policy, optimizer, folder / checkpoints.SHARDS_FOLDER)
         elif (folder / checkpoints.OPTIMIZER_FILE).is_file():
-            _restore_optimizer(policy, optimizer, folder / checkpoints.OPTIMIZER_FILE)
+            read_optimizer(policy, optimizer, folder / checkpoints.OPTIMIZER_FILE)
         elif record is not None and version > 0 and not record.fresh_optimizer:
             raise RunFolderError(
                 f"{folder} has no {checkpoints.OPTIMIZER_FILE}: remove the folder to train it again"
@@ -354,7 +327,7 @@ class Trainer:
         assert self._optimizer is not None
         policy = self._sound.policy
         write_policy(policy, self.spec, folder, checkpoint_folder(self.folder, 0))
-        save_tensors(_optimizer_tensors(policy, self._optimizer), folder / checkpoints.OPTIMIZER_FILE)
+        write_optimizer(policy, self._optimizer, folder / checkpoints.OPTIMIZER_FILE)
 
     def _save_together(self, version: int, record: Callable[[float], Record], processes: Processes) -> Record:
         """The checkpoint of a sharded model; the shards are written while the rest is made.
@@ -379,7 +352,7 @@ class Trainer:
                 if self._first:
                     save_tensors(weights, folder / checkpoints.WEIGHTS_FILE)
                     if self._evaluation_due(version):
-                        accuracy = self._evaluate(self._whole(folder))
+                        accuracy = self._held_out.accuracy(self._whole(folder), self.spec)
                 shards.result()
             except (StorageError, OSError) as error:
                 problem = str(error) or type(error).__name__
@@ -404,36 +377,6 @@ class Trainer:
                 processes.agree(str(error))
             raise
         return made
-
-
-def _optimizer_tensors(policy: Policy, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    tensors = {}
-    for name, parameter in policy.model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
-    return tensors
-
-
-def _restore_optimizer(policy: Policy, optimizer: torch.optim.AdamW, path: Path) -> None:
-    """The optimiser's state from a file that one process wrote; each process takes its part."""
-    parameters = trainable_parameters(policy)
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-    except Exception as error:  # SafetensorError, OSError
-        raise RunFolderError(
-            f"{path} is damaged ({error}): remove its folder to have it trained again"
-        ) from error
-    targets: list[tuple[str, Tensor]] = []
-    for key in keys:
-        kind, _, name = key.partition("/")
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise RunFolderError(f"{path} does not fit the model ({key}): it is another run's")
-        value = torch.zeros(()) if kind == "step" else torch.zeros_like(parameter.detach())
-        optimizer.state[parameter][kind] = value
-        targets.append((key, value))
-    read_whole(targets, path)
 
 
 def _mean(values: Sequence[float]) -> float:

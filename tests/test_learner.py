@@ -14,8 +14,9 @@ from learner_support import make_run, next_job
 from msgspec import structs
 from safetensors.torch import load_file
 
-from barnraise.coordinator import checkpoints, learner, learner_policy
+from barnraise.coordinator import checkpoints, evaluation, learner_policy, optimizer_file
 from barnraise.coordinator.batches import read_batch
+from barnraise.coordinator.evaluation import HeldOut
 from barnraise.coordinator.learner import Trainer
 from barnraise.coordinator.workers import BatchPart, TrainJob, WorkerSetup, checkpoint_folder
 from barnraise.coordinator.workshop import LocalLearner
@@ -213,7 +214,7 @@ def test_version_zero_is_evaluated_once_and_remembered(
     first = Trainer(setup).initial()
     assert (first.version, first.stats) == (0, None)
     assert 0.0 <= first.accuracy <= 1.0
-    monkeypatch.setattr(Trainer, "_evaluate", lambda self: pytest.fail("evaluated again"))
+    monkeypatch.setattr(HeldOut, "accuracy", lambda *_: pytest.fail("evaluated again"))
     assert Trainer(setup).initial() == first
 
 
@@ -230,7 +231,7 @@ def test_a_perfect_policy_has_accuracy_one(tmp_path: Path, monkeypatch: pytest.M
         prompts.extend(asked)
         return [[*prompt[3:0:-1], *eos] for prompt in asked]
 
-    monkeypatch.setattr(learner, "greedy", perfect)
+    monkeypatch.setattr(evaluation, "greedy", perfect)
     assert Trainer(setup).initial().accuracy == 1.0
     assert len(prompts) == setup.spec.evaluation.tasks
 
@@ -325,10 +326,14 @@ def test_a_kill_anywhere_in_saving_leaves_the_previous_version_usable(
         Trainer(each).train(next_job(each, 1))
     Trainer(undisturbed).train(next_job(undisturbed, 2))
     job = next_job(setup, 2)
-    elsewhere = {"write_record": checkpoints, "rename": checkpoints.os, "save_weights": learner_policy}
-    owner: Any = elsewhere.get(where, learner)
+    owners: dict[str, Any] = {
+        "save_weights": learner_policy,
+        "save_tensors": optimizer_file,
+        "write_record": checkpoints,
+        "rename": checkpoints.os,
+    }
     with monkeypatch.context() as patch:
-        patch.setattr(owner, where, kill)
+        patch.setattr(owners[where], where, kill)
         with pytest.raises(Killed):
             Trainer(setup).train(job)
     assert checkpoints.complete_versions(Path(setup.folder)) == [1]
