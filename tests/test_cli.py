@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_every_help_has_an_example_that_can_be_copied(path, capsys):
     shown = capsys.readouterr().out
     _, _, examples = shown.partition("\n  Example")
     assert f"    barnraise {' '.join(path)}".rstrip() in examples
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, command in EVERY if hasattr(command, "commands")], ids=" ".join
+)
+def test_no_list_of_commands_cuts_what_one_is_for(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert call(*path, "--help") == 0
+    listed = capsys.readouterr().out.partition("\nCommands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) > 1
+    for line in listed:  # one each: none wraps, and none ends in dots
+        assert re.fullmatch(r"  [a-z-]+  .*[\w)']\.", line), line
+        assert len(line) < 80
 
 
 @pytest.mark.parametrize(("path", "command"), EVERY)

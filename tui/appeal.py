@@ -30,7 +30,7 @@ def appeal(
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
 ) -> None:
-    """Ask the coordinator to verify a rejected submission again, alone.
+    """Have a rejected submission verified again, alone.
 
     The outcome is another signed receipt and stands in the ledger. If the verdict is overturned,
     credit, strikes and a ban that it led to are made good. Exit 0: overturned, or still to be

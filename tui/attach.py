@@ -27,9 +27,9 @@ def tui(
         None, "--ascii/--no-ascii", help="Draw with ASCII only (default: as the locale and TERM say)."
     ),
 ) -> None:
-    """Watch and steer this machine's node; closing the window stops nothing.
+    """Watch and steer this machine's node.
 
-    Keys stand at the bottom, ? shows them all. NO_COLOR is honoured.
+    Closing the window stops nothing. Keys stand at the bottom, ? shows them all. NO_COLOR is honoured.
     """
     place = watched_folder(folder)
     require_terminal(place if folder is not None else None)

@@ -95,7 +95,7 @@ def demo(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object as the last line."),
     plain: bool = typer.Option(False, "--plain", help="Lines instead of a live table."),
 ) -> None:
-    """Raise a model on this machine: one coordinator, three volunteers, a few minutes."""
+    """Raise a model on this machine, with three volunteers."""
     if model not in ("demo", "smollm2"):
         raise typer.BadParameter(f"'{model}' is neither 'demo' nor 'smollm2'", param_hint="--model")
     phase = phase or ("both" if model == "demo" else "posttrain")

@@ -52,9 +52,10 @@ def doctor(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Look at processor, GPUs, memory, disk, key, clock and network, and measure the engine.
+    """Say what this machine can do, and measure the engine.
 
-    Takes about 20 seconds. Exit 1 if something keeps a node from working.
+    Looks at processor, GPUs, memory, disk, key, clock and network. Takes about 20 seconds. Exit 1 if
+    something keeps a node from working.
     """
     from barnraise.node.config import default_data_path, default_key_path
 

@@ -140,7 +140,7 @@ def join(
         False, "--background", hidden=True, help="How the node is started in the background: no output."
     ),
 ) -> None:
-    """Join a run: fetch the weights, generate rollouts, earn credit."""
+    """Join a run: fetch weights, generate rollouts, earn credit."""
     if engine not in ENGINES:
         raise typer.BadParameter(f"{engine!r} is none of {', '.join(ENGINES)}", param_hint="--engine")
     if data is not None and data.exists() and not data.is_dir():

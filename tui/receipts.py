@@ -57,9 +57,10 @@ def receipts(
     run: str = typer.Option("", "--run", metavar="ID", help="Only the run whose id begins so."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object."),
 ) -> None:
-    """List the signed receipts of this node: what was found, by which check, and what it earned.
+    """List what this node's work earned, by its signed receipts.
 
-    The last receipt for a submission counts. A rejection can be appealed once.
+    With what was found, and by which check. The last receipt for a submission counts. A rejection can
+    be appealed once.
     """
     if run and not all(c in "0123456789abcdefABCDEF" for c in run):
         raise typer.BadParameter("a run's id is hexadecimal", param_hint="--run")

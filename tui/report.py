@@ -23,7 +23,7 @@ def report(
     ),
     as_json: bool = typer.Option(False, "--json", help="All numbers, as one JSON object."),
 ) -> None:
-    """Write a page about a run: losses, perplexities, seams, compute, time, volunteers, rewards."""
+    """Write a page about a run: losses, compute, time, rewards."""
     import msgspec
 
     from barnraise.coordinator.report_data import collect

@@ -44,7 +44,10 @@ def simulate(
     lines: bool = typer.Option(False, "--lines", help="With --keep: also write what each node says."),
     list_them: bool = typer.Option(False, "--list", help="List the scenarios, and end."),
 ) -> None:
-    """Simulate a swarm: churn, crashes, partitions, cheats, on the real protocol, node and coordinator."""
+    """Simulate a swarm: churn, crashes, partitions, cheats.
+
+    On the real protocol, node and coordinator, in virtual time.
+    """
     from barnraise.simulation import run
     from barnraise.simulation.event_log import read_log
     from barnraise.simulation.invariants import Invariants

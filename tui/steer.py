@@ -62,10 +62,10 @@ def pause(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Stop work and downloads now; the engine is idle within two seconds.
+    """Stop work and downloads now.
 
-    A rollout unit goes back to the coordinator, a block unit is kept and goes on later. The
-    pause outlives restarts of the node and of the machine.
+    The engine is idle within two seconds. A rollout unit goes back to the coordinator, a block unit is
+    kept and goes on later. The pause outlives restarts of the node and of the machine.
     """
     arguments: dict[str, Any] = {}
     if span is not None:
@@ -97,7 +97,7 @@ def finish(
 
 
 def leave(folder: Path | None = FOLDER, as_json: bool = JSON) -> None:
-    """End the node now: the unit at work goes back to the coordinator."""
+    """End the node now; its unit goes back to the coordinator."""
     place = folder_or_default(folder)
     if not _runs(place):
         _nothing_runs(place, as_json)

@@ -28,7 +28,7 @@ def swarm(
         None, "--every", metavar="SECONDS", min=0.5, max=3600, help="Go on, until Ctrl-C (default: once)."
     ),
 ) -> None:
-    """Show how versions spread, as a running node or coordinator sees it."""
+    """Show how versions spread, as a node or coordinator sees it."""
     try:
         while True:
             state = read_folder(folder)

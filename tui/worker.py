@@ -32,10 +32,10 @@ def worker(
     ),
     gpu: str = typer.Option("", "--gpu", metavar="0", help="The GPU (or 0,1) to use. [default: all]"),
 ) -> None:
-    """Work for a coordinator elsewhere, over standard input and output.
+    """Work for a coordinator on another machine.
 
-    The coordinator starts this on another machine, with --verifier-at 'ssh gpu-box barnraise worker --gpu 1'
-    or --learner-at, and adds the last word; it is not for the keyboard.
+    Over standard input and output. The coordinator starts this there, with --verifier-at 'ssh gpu-box
+    barnraise worker --gpu 1' or --learner-at, and adds the last word; it is not for the keyboard.
     """
     from barnraise.coordinator.remote import release
     from barnraise.coordinator.remote_files import CACHES, FileHost
