@@ -20,6 +20,7 @@ from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.pretrain import PretrainSpec, last_block_version
 
 HELD_PER_NODE = 4  # timed-out leases included
+LONGEST_WAIT_MS = 30_000  # for a place; a new round is asked for as soon as it is there (``barnraise.node.core``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def decide_block_lease(
     if policy_version != state.head:
         return Wait(f"blocks are trained from version {state.head}: load it and ask again", 500)
     if state.head == last_block_version(spec) or blocks.round is not None or state.unpublished is not None:
-        return Wait("the learner is putting the blocks together", BUSY_RETRY_MS)
+        return Wait("the learner is putting the blocks together", _wait_ms(spec))
     if pause := quiet_ms(node, now_ms):
         return Wait(
             f"{why_quiet(node)}: the next lease comes in {pause / 1000:.0f} s", min(pause, MAX_RETRY_MS)
@@ -71,7 +72,7 @@ def decide_block_lease(
         return Wait("the verdict on this key's last submission comes first", BUSY_RETRY_MS // 2)
     place = _place(state, spec, node.key)
     if place is None:
-        return Wait("every place of this round that this node may take is taken", BUSY_RETRY_MS)
+        return Wait("every place of this round that this node may take is taken", _wait_ms(spec))
     block, slot = place
     return BlockGrant(
         block=block,
@@ -81,6 +82,11 @@ def decide_block_lease(
         deadline_at=now_ms + round(spec.deadline_s * 1000),
         release=tuple(release),
     )
+
+
+def _wait_ms(spec: PretrainSpec) -> int:
+    """When to ask again for a place that somebody else may lose: a sixtieth of what a unit may take."""
+    return min(LONGEST_WAIT_MS, max(BUSY_RETRY_MS, round(spec.timeout_s * 1000 / 60)))
 
 
 def _place(state: State, spec: PretrainSpec, node: bytes) -> tuple[int, int] | None:

@@ -62,6 +62,7 @@ from barnraise.node.events import (
     Uploaded,
     UploadFailed,
     VersionDamaged,
+    WorkAgain,
 )
 from barnraise.node.model import Retry, State
 
@@ -72,6 +73,7 @@ MAX_PENDING = 1  # submissions not acknowledged while the next unit is at work
 MAX_SHRINK = 8
 STOOD_S = 30.0  # a session that lasted so long was sound
 CROSSED_S = 5.0
+AGAIN_WITHIN_S = 2.0  # when a paused run goes on; all its nodes ask then
 TURNED_AWAY_S = 1800.0  # how long a node stays away at most that was told to come again later
 REPLACED_S = 600.0  # how long a node stays away whose key another machine uses (half to whole of it)
 
@@ -147,6 +149,8 @@ def _fold(state: State, event: Event, now: float) -> State:
             fetched = max(version, state.fetched)
             if state.unit is not None and state.unit.version == version:  # it was what a unit waited for
                 state = replace(state, engine_retry=replace(state.engine_retry, at=now))
+            if state.fetched < version <= state.last_block:  # a new round has places, whatever was said of the old
+                state = replace(state, ask_retry=Retry())
             return replace(state, fetching=None, fetch_stopping=False, fetched=fetched, fetch_retry=Retry())
         case FetchFailed(reason, jitter):
             retry = backed_off(state.fetch_retry, now, reason, jitter, 1.0, 30.0)
@@ -181,6 +185,9 @@ def _fold(state: State, event: Event, now: float) -> State:
         case NoLease(reason, retry_after, jitter):
             at = now + max(0.5, retry_after) * (1.0 + 0.25 * jitter)
             return replace(state, asking=False, ask_retry=Retry(0, at, reason))
+        case WorkAgain(jitter):
+            at = min(state.ask_retry.at, now + AGAIN_WITHIN_S * jitter)
+            return replace(state, ask_retry=replace(state.ask_retry, at=at))
         case AlreadyAnswered():
             at = now + (CROSSED_S if state.pending else 0.1)
             crossed = Retry(0, at, "the last submission is still on its way")

@@ -463,6 +463,19 @@ def test_refusals_are_obeyed_and_shown() -> None:
     assert world.of(Ask)
 
 
+def test_a_new_round_of_blocks_is_asked_for_at_once_whatever_was_said_of_the_old() -> None:
+    world = World()
+    world.step()
+    last(world, Joined(0, 10, 2, 2), Connect)
+    assert Ask(0) in last(world, FetchDone(0), Fetch)
+    assert last(world, NoLease("every place is taken", 15.0, 0.0), Ask) == []
+    world.now += 3
+    assert last(world, HeadSeen(1)) == [Fetch(1)]
+    assert last(world, FetchDone(1), Fetch) == [Ask(1)]
+    assert last(world, NoLease("every place is taken", 15.0, 0.0), Ask) == []
+    assert last(world, FetchDone(1), Fetch) == []  # it is no other round
+
+
 def test_a_lease_that_crossed_its_submission_is_asked_for_again_after_the_upload() -> None:
     world = working()
     assert last(world, UnitDone(b"1"), Generate) == [Upload(b"1"), Ask(0)]
