@@ -52,6 +52,7 @@ from barnraise.coordinator.snapshot import Snapshots
 from barnraise.coordinator.snapshot_belt import SnapshotBelt, in_child
 from barnraise.coordinator.standing import tell_of
 from barnraise.coordinator.status import state_tree
+from barnraise.coordinator.steering import tell_resumed
 from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.web.gate import Access
 from barnraise.coordinator.web.service import WebService
@@ -191,6 +192,7 @@ async def run_coordinator(
         core.listeners.append(partial(_push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
         core.listeners.append(partial(tell_amendments, hub))
+        core.listeners.append(partial(tell_resumed, core, hub))
         core.listeners.append(partial(log_acts, core))
         guard = GuardBelt(core, hub, guards, door.turned_away)
         core.listeners.append(guard.hear)

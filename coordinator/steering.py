@@ -10,9 +10,12 @@ from typing import Any
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.draining import is_drain
 from barnraise.coordinator.events import Event
+from barnraise.coordinator.hub import Hub
+from barnraise.coordinator.journal import Write
 from barnraise.coordinator.operator_events import AlarmCleared, RollbackOrdered, RunPaused, RunResumed
 from barnraise.coordinator.rollback import can_return, cannot_be_done, published_as
 from barnraise.protocol.errors import RefusedError
+from barnraise.protocol.messages import RESUMED, NoticePush
 from barnraise.protocol.wire import printable
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,13 @@ async def resume(core: Core, args: dict[str, Any]) -> dict[str, Any]:
     if core.state.operations.paused is not None:
         await core.record([RunResumed(at_ms=core.now_ms())])
     return _paused(core)
+
+
+def tell_resumed(core: Core, hub: Hub, write: Write) -> None:
+    """A listener of ``Core``: nodes that were told to ask for work later hear that a pause is over."""
+    resumed = any(isinstance(event, RunResumed) for event in write.events)
+    if resumed and core.state.operations.paused is None:
+        hub.broadcast(NoticePush(code=RESUMED, message="the run goes on: work is lent again"))
 
 
 async def roll_back(core: Core, run_folder: Path, args: dict[str, Any]) -> dict[str, Any]:

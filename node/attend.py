@@ -14,7 +14,16 @@ import trio
 from barnraise.node import remembered
 from barnraise.node.context import Context
 from barnraise.node.entering import enter, last_block, tally
-from barnraise.node.events import DeadlineMoved, Fatal, HeadSeen, Joined, Judged, LinkLost, Retargeted
+from barnraise.node.events import (
+    DeadlineMoved,
+    Fatal,
+    HeadSeen,
+    Joined,
+    Judged,
+    LinkLost,
+    Retargeted,
+    WorkAgain,
+)
 from barnraise.node.link import Run, dial, greet, join, present_invite
 from barnraise.node.needs import Field, Machine, description, free_disk
 from barnraise.node.receipt_words import outcome, standing_fields, summary, words
@@ -34,6 +43,7 @@ from barnraise.protocol.errors import (
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.manifest import check_manifest
 from barnraise.protocol.messages import (
+    RESUMED,
     AmendmentsPush,
     HeadPush,
     HeartbeatReply,
@@ -332,7 +342,9 @@ def _pushed(ctx: Context, message: Message) -> None:
             if code in ("duplicate-key", "duplicate-key-kept"):
                 ctx.facts.duplicate_key_at = trio.current_time()
                 ctx.facts.key_kept = code == "duplicate-key-kept"
-            level = logging.INFO if code == "run-complete" else logging.WARNING
+            if code == RESUMED:
+                ctx.feed(WorkAgain(ctx.jitter()))
+            level = logging.INFO if code in ("run-complete", RESUMED) else logging.WARNING
             ctx.say(f"notice from the coordinator ({printable(code)}): {printable(text, 500)}", level)
 
 

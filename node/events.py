@@ -162,6 +162,13 @@ class NoLease:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkAgain:
+    """The coordinator lends work again: what it said before of when to ask for some is void."""
+
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
 class AlreadyAnswered:
     """The coordinator lent what we have submitted: the two messages crossed; ask again after the upload."""
 
@@ -274,6 +281,7 @@ Event = (
     | UnitDelayed
     | Granted
     | NoLease
+    | WorkAgain
     | AlreadyAnswered
     | AskFailed
     | Uploaded

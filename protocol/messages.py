@@ -41,6 +41,7 @@ PROTOCOL_MINOR = 1  # what each adds: docs/protocol.md, section 5, and ``Frame.s
 HELLO_PROTOCOL = "/barnraise/hello"
 SESSION_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/session"
 SHARD_PROTOCOL = f"/barnraise/{PROTOCOL_MAJOR}/shards"
+RESUMED = "resumed"  # a code of ``NoticePush``
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -240,7 +241,10 @@ class ReceiptPush(Message, frozen=True):
 
 
 class NoticePush(Message, frozen=True):
-    """Unasked: something a person should read (a second node with the same key, run finished)."""
+    """Unasked: something a person should read (a second node with the same key, run finished).
+
+    ``RESUMED``: work is lent again, and a node that was told to wait need not.
+    """
 
     code: Name
     message: Text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.ledger_file import open_ledger
+from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.ledger_public import Published, Read
 from barnraise.protocol.log_messages import CHECKPOINT
 from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
