@@ -20,7 +20,7 @@ from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.pretrain import PretrainSpec, last_block_version
 
 HELD_PER_NODE = 4  # timed-out leases included
-LONGEST_WAIT_MS = 30_000  # for a place; a new round is asked for as soon as it is there (``barnraise.node.core``)
+LONGEST_WAIT_MS = 30_000  # for a place; nodes ask for one of a new round as soon as it is there
 
 
 @dataclass(frozen=True, slots=True)

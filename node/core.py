@@ -149,7 +149,7 @@ def _fold(state: State, event: Event, now: float) -> State:
             fetched = max(version, state.fetched)
             if state.unit is not None and state.unit.version == version:  # it was what a unit waited for
                 state = replace(state, engine_retry=replace(state.engine_retry, at=now))
-            if state.fetched < version <= state.last_block:  # a new round has places, whatever was said of the old
+            if state.fetched < version <= state.last_block:  # the old round's answer is no more
                 state = replace(state, ask_retry=Retry())
             return replace(state, fetching=None, fetch_stopping=False, fetched=fetched, fetch_retry=Retry())
         case FetchFailed(reason, jitter):
