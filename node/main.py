@@ -25,7 +25,8 @@ import trio
 from barnraise.node.chosen import settled
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve, ask_viewers, forget_typed_ahead
-from barnraise.node.daemon import NodeHandle, Starting, run_node
+from barnraise.node.daemon import Starting, run_node
+from barnraise.node.handle import NodeHandle
 from barnraise.node.key_name import settled_name
 from barnraise.node.needs import Field
 from barnraise.node.supervise import AFTER_CRASH, tell_ready

@@ -10,8 +10,9 @@ from typing import Any
 import trio
 
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
 from barnraise.node.engine import Engine
+from barnraise.node.handle import NodeHandle
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemoryNetwork, MemorySwarm
 from barnraise.protocol.memory_wires import DEAD_AFTER_S

@@ -17,8 +17,9 @@ import trio.testing
 
 from barnraise.node.config import NodeConfig
 from barnraise.node.consent import Approve
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
 from barnraise.node.engine import EngineInfo, Generated, Progress, Work
+from barnraise.node.handle import NodeHandle
 from barnraise.node.machine import Sensors
 from barnraise.protocol.envelope import content_id, open_signed, sign
 from barnraise.protocol.errors import RefusedError

@@ -34,8 +34,9 @@ from barnraise.coordinator.workers import Trained, TrainJob, WorkerSetup
 from barnraise.coordinator.workshop import LocalLearner
 from barnraise.kernels.demo_model import Recipe, create_demo_model
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
 from barnraise.node.engine import Engine
+from barnraise.node.handle import NodeHandle
 from barnraise.node.receipts import read_receipts
 from barnraise.protocol import ledger
 from barnraise.protocol.identity import Identity

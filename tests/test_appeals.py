@@ -16,7 +16,8 @@ import trio.testing
 from coordinator_support import Coordinator, coordinating, make_run, virtual_ms
 
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
+from barnraise.node.handle import NodeHandle
 from barnraise.node.kept import MAX_FILES, KeptWork
 from barnraise.node.receipt_words import find_receipt, latest, words
 from barnraise.protocol import wire

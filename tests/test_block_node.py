@@ -27,7 +27,8 @@ from barnraise.coordinator.workshop import LocalLearner
 from barnraise.node.block_engine import BlockProgress, BlockTrained, BlockWork
 from barnraise.node.block_trainer import TrainingStopped, train_unit
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
+from barnraise.node.handle import NodeHandle
 from barnraise.node.receipts import read_receipts
 from barnraise.node.torch_engine import TorchEngine
 from barnraise.node.units import file_entry

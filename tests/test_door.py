@@ -20,7 +20,8 @@ from barnraise.coordinator.admission import admitted, allow, make_invite
 from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.server import run_coordinator, wall_clock_ms
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
+from barnraise.node.handle import NodeHandle
 from barnraise.protocol.errors import RefusedError, StorageError
 from barnraise.protocol.identity import Identity
 from barnraise.protocol.invites import read_invite

@@ -17,7 +17,8 @@ from barnraise.coordinator.folder import open_run
 from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.ledger_log import entries_of
 from barnraise.node.config import NodeConfig
-from barnraise.node.daemon import NodeHandle, run_node
+from barnraise.node.daemon import run_node
+from barnraise.node.handle import NodeHandle
 from barnraise.protocol.cosignature import node_cosignatures, witness_name
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.evidence import check_evidence
