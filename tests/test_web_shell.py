@@ -80,6 +80,37 @@ async def test_requests_on_one_connection_are_answered_in_order(autojump_clock: 
     assert b"server:" not in reply.lower()
 
 
+@pytest.mark.parametrize("method", [b"GET", b"POST"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"Content-Length: 5\r\n\r\nxxxxx", b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"),
+        b"Transfer-Encoding: chunked\r\n\r\n" + 9 * b"1\r\nx\r\n" + b"0\r\n\r\n",
+        *(b"Content-Length: 90\r\n\r\nx", b"Content-Length: 90000\r\n\r\n" + 90_000 * b"x"),
+    ],
+    ids=["short", "one chunk", "chunks", "not whole", "long"],
+)
+async def test_a_body_that_nobody_reads_keeps_nobody_waiting(
+    autojump_clock: MockClock, method: bytes, body: bytes
+) -> None:
+    """A proxy sends many people's requests over one connection: the next is answered, or knows at once."""
+    async with connected(Server(app, LIMITS)) as client:
+        began = trio.current_time()
+        with suppress(trio.BrokenResourceError):
+            await client.stream.send_all(method + b" /1 HTTP/1.1\r\nHost: x\r\n" + body)
+        reply = b""
+        while b"\r\n\r\n/1" not in reply:
+            more = await client.stream.receive_some()
+            assert more
+            reply += more
+        if b"connection: close" not in reply.lower():
+            await client.stream.send_all(GET.replace(b"/ ", b"/2 "))
+            assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 200")
+        else:
+            await client.read()
+        assert trio.current_time() - began < 2
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ import h11
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
@@ -206,7 +208,21 @@ class _Connection:
 
 
 class _Http1(H11Protocol):
-    """HTTP/1.1 and nothing else: no upgrade is heard, to HTTP/2 or to a web socket."""
+    """HTTP/1.1 and nothing else: no upgrade is heard, to HTTP/2 or to a web socket.
+
+    A body that the application does not read ends the connection, if there is more of it to come. Hypercorn
+    waits until it is read, and a proxy's connection is many people's: the next one's request waited, too.
+    """
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, Response) and self.connection.their_state is not h11.DONE:
+            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
+        await super().stream_send(event)
+
+    async def _close_stream(self) -> None:
+        if self.stream is not None:
+            self.stream.closed = True  # told to nobody: the application is done, or is cancelled next
+            self.stream = None
 
     async def _check_protocol(self, event: h11.Request) -> None:
         await trio.lowlevel.checkpoint()

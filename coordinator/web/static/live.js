@@ -51,13 +51,25 @@
     if (changed || now || Date.now() - refreshed > 15000) refresh().catch(() => {});
   };
 
+  // A browser comes again by itself when a line breaks, but never after a reply that is no stream: a proxy's
+  // 502 while the coordinator starts again, our 503 to one viewer too many.
   let source = null;
-  const stop = () => { if (source) source.close(); source = null; };
+  let again = 0;
+  let wait = 5000;
+  const stop = () => { clearTimeout(again); if (source) source.close(); source = null; };
+  const lost = () => {
+    lamp.hidden = false;
+    lamp.classList.add("lost");
+    text.textContent = "connection lost, trying again";
+    if (!source || source.readyState !== EventSource.CLOSED) return;
+    again = setTimeout(start, wait * (1 + Math.random() / 2));
+    wait = Math.min(2 * wait, 60000);
+  };
   const start = () => {
     stop();
     source = new EventSource("/live");
-    source.onopen = () => { lamp.hidden = false; lamp.classList.remove("lost"); text.textContent = "live"; };
-    source.onerror = () => { lamp.hidden = false; lamp.classList.add("lost"); text.textContent = "connection lost, trying again"; };
+    source.onopen = () => { wait = 5000; lamp.hidden = false; lamp.classList.remove("lost"); text.textContent = "live"; };
+    source.onerror = lost;
     source.addEventListener("values", show);
   };
   // A browser keeps pages that were left, with their connections, and allows six to one host.
