@@ -38,6 +38,7 @@ from barnraise.node.decisions import (
 from barnraise.node.describe import sentence
 from barnraise.node.engine import Engine
 from barnraise.node.fetching import in_words
+from barnraise.node.generate import generate
 from barnraise.node.handle import NodeHandle, keep_wish, take_up_wish
 from barnraise.node.known import KnownRuns
 from barnraise.node.machine import Sensors
@@ -182,7 +183,7 @@ def _start(ctx: Context, nursery: trio.Nursery, action: Action) -> None:
         case Generate():
             ctx.engine_scope = trio.CancelScope()
             with about(_at_hand(ctx)):
-                nursery.start_soon(actions.generate, ctx, action, ctx.engine_scope)
+                nursery.start_soon(generate, ctx, action, ctx.engine_scope)
         case Train():
             ctx.engine_scope = trio.CancelScope()
             with about(_at_hand(ctx)):

@@ -15,7 +15,7 @@ from msgspec import structs
 from barnraise.coordinator import core as coordinator_core
 from barnraise.coordinator import deadlines, scheduler, sessions, state
 from barnraise.coordinator.snapshot import Fold
-from barnraise.node import actions, attend, versions
+from barnraise.node import attend, generate, versions
 from barnraise.node import core as node_core
 from barnraise.protocol import gossip_shards, shards, wire
 from barnraise.protocol.envelope import sign
@@ -67,7 +67,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Outcome:
         forges = isinstance(payload, RolloutSubmission) and identity.public_key == eve
         return structs.replace(signed, signature=bytes(64)) if forges else signed
 
-    monkeypatch.setattr(actions, "sign", badly)
+    monkeypatch.setattr(generate, "sign", badly)
     checks = Invariants(wait_s=40.0)
     with scratch_folder() as folder:  # in main memory: every event is synced to the disk
         return simulate(
