@@ -93,7 +93,7 @@ def test_leases_that_are_not_due_are_not_looked_at() -> None:
     assert deadlines.due(1, never) == []
     for number in range(1_000):
         terms = lease_for(core.state, NODE, rng, now=number * 1_000)
-        terms = msgspec.structs.replace(terms, unit_id=core.state.next_unit)
+        terms = msgspec.structs.replace(terms, unit_id=core.state.next_unit, issued_at=1)
         core.record(LeaseIssued(lease=terms, instance=b"i" * 16))
     looked: list[bytes] = []
 
