@@ -17,7 +17,7 @@ import trio
 from barnraise.coordinator.core import Core
 from barnraise.coordinator.newcomer_book import NewcomerBook
 from barnraise.coordinator.newcomers import AROUND, Groups, NewcomerLimits, Newcomers, groups_of
-from barnraise.protocol.errors import NEWCOMERS, RefusedError
+from barnraise.protocol.errors import NEWCOMERS, RefusedError, StorageError
 from barnraise.protocol.identity import peer_id_of
 
 log = logging.getLogger(__name__)
@@ -102,19 +102,26 @@ class Door:
 
     @contextmanager
     def counting(self, key: bytes, peer_id: str) -> Iterator[None]:
-        """While a key's first join is made durable; if that fails, nobody came in."""
+        """While a key's first join is made durable; if the disk refuses, nobody came in.
+
+        Whoever hangs up meanwhile is counted: what was begun is written all the same.
+        """
         new, groups = self.is_new(key), self._groups(key, peer_id)
         arrival = None if groups is None else self._newcomers.let_in(groups, self._core.now_ms())
+        came = True
         try:
             yield
-        except BaseException:
-            if arrival is not None:
-                self._newcomers.take_back(arrival)
+        except StorageError:
+            came = False
             raise
-        self.let_in += new
-        self._away.pop(key, None)
-        if arrival is not None:
-            self._book.add(arrival, self._newcomers.arrivals)
+        finally:
+            if came:
+                self.let_in += new
+                self._away.pop(key, None)
+            if came and arrival is not None:
+                self._book.add(arrival, self._newcomers.arrivals)
+            elif arrival is not None:
+                self._newcomers.take_back(arrival)
 
     def _recently(self, now_ms: int, key: bytes) -> int | None:
         while self._away and next(iter(self._away.values())) <= now_ms - HOUR_MS:

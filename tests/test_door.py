@@ -27,7 +27,8 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.invites import read_invite
 from barnraise.protocol.libp2p_network import open_libp2p
 from barnraise.protocol.memory_network import MemorySwarm
-from barnraise.protocol.messages import Acknowledged, InviteRequest
+from barnraise.protocol.messages import SESSION_PROTOCOL, Acknowledged, InviteRequest, JoinRequest
+from barnraise.protocol.wire import frame
 
 Clock = trio.testing.MockClock
 
@@ -174,6 +175,35 @@ async def test_a_join_that_could_not_be_kept_is_not_counted(tmp_path: Path, auto
         async with node(swarm, coordinator, b"a", outside=HOME):
             assert len(core.state.nodes) == 1
         assert coordinator.state()["newcomers"]["let_in"] == 1
+
+
+async def test_who_hangs_up_while_its_key_is_being_kept_has_been_counted(
+    tmp_path: Path, autojump_clock: Clock
+) -> None:
+    """What is durable is not taken back, and so the count of it must not be."""
+    folder, swarm = make_run(tmp_path), MemorySwarm(latency_s=0.01)
+    async with run_with(folder, 1, swarm) as (_, coordinator, core):
+        for number in range(5):
+            identity = Identity.from_private_bytes(bytes([number + 1]) * 32)
+            async with swarm.network(identity.peer_id, outside=HOME) as network:
+                peer = await network.connect(coordinator.address)
+                stream = await network.open_stream(peer, SESSION_PROTOCOL)
+                request = JoinRequest(
+                    id=1,
+                    public_key=identity.public_key,
+                    instance=b"i" * 16,
+                    name="ann",
+                    engine="test",
+                    addresses=(),
+                )
+                await stream.write(frame(request))
+                await stream.close()
+                await trio.sleep(1)
+        assert len(core.state.nodes) == 1
+        await refused(swarm, coordinator, b"b", HOME)
+    async with run_with(folder, 1, swarm) as (_, coordinator, core):
+        assert len(core.state.nodes) == 1
+        await refused(swarm, coordinator, b"b", HOME)
 
 
 async def test_a_node_that_is_turned_away_shows_why_and_until_when_and_comes_in_by_itself(
