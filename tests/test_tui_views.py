@@ -457,3 +457,17 @@ def test_utc_is_used_in_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     use_utc(monkeypatch)
     assert os.environ["TZ"] == "UTC"
     assert view.clock(0.5 + 86_400) == "00:00:00"
+
+
+def test_a_node_that_is_turned_away_for_now_says_why_and_when_it_tries_again():
+    reason = (
+        "waiting for the coordinator: this run lets 64 keys a day that it has never seen come in from one "
+        "internet address (256 from its surroundings), and so many have come from yours: the next may in 5 h"
+    )
+    at = 1_796_184_509_000
+    state = {"state": "connecting", "reason": reason, "since_ms": at - 60_000, "then": "tries again"}
+    rows = {
+        label: str(row) for label, row in overview.now_rows(look({**state, "until_ms": at + 1_800_000}), 60)
+    }
+    assert reason in rows["state"]
+    assert "tries again in 30m" in rows["for"]
