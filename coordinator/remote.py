@@ -61,6 +61,7 @@ from barnraise.protocol.child import Child
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import ChildError, StorageError
 from barnraise.protocol.hello import our_hello
+from barnraise.protocol.log_lines import level_asked
 
 Reply = TypeVar("Reply", bound=Struct)
 
@@ -111,7 +112,8 @@ class Elsewhere:
             WorkerAwayError: another release is there, its disk is full, or the command starts no worker.
         """
         try:
-            await self._ask(child, Meet(release=release(), run_id=self._setup.run_id), Met)
+            meet = Meet(release=release(), run_id=self._setup.run_id, level=level_asked())
+            await self._ask(child, meet, Met)
         except ChildError as error:
             hint = ": the command prints something of its own" if "a frame of" in str(error) else ""
             raise WorkerAwayError(f"{error}{hint} (started as: {shlex.join(self.argv)})") from error

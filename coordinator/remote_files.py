@@ -20,6 +20,7 @@ from barnraise.coordinator.block_workers import REPORT_FILE
 from barnraise.coordinator.workers import WorkerSetup
 from barnraise.protocol.durable import link_or_copy
 from barnraise.protocol.errors import BarnraiseError, StorageError
+from barnraise.protocol.log_lines import ask_level
 
 PART_BYTES = 4 * 1024 * 1024
 """The most that one request or reply carries of a file."""
@@ -38,10 +39,14 @@ class FileFact(Struct, frozen=True, kw_only=True):
 
 
 class Meet(Struct, frozen=True, kw_only=True, tag=True):
-    """First request to a worker elsewhere. ``release``: the coordinator's."""
+    """First request to a worker elsewhere. ``release``: the coordinator's.
+
+    ``level``: what the coordinator's environment asks of logs, which no ssh carries; "": nothing.
+    """
 
     release: str
     run_id: bytes
+    level: str = ""
 
 
 class Met(Struct, frozen=True, kw_only=True, tag=True):
@@ -232,6 +237,7 @@ class FileHost:
                 f"the coordinator is barnraise {request.release}, the worker is {self._release}: "
                 "install the same release on both machines"
             )
+        ask_level(request.level)
         self.folder = self._cache / request.run_id.hex() / self._kind
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -81,10 +81,22 @@ def tell_run(run_id: bytes) -> None:
     _process_run = run_id.hex()[:SHORT]
 
 
-def chosen_level() -> int:
-    """What ``BARNRAISE_LOG_LEVEL`` asks for (children have it from their parents); INFO by default."""
+def level_asked() -> str:
+    """What ``BARNRAISE_LOG_LEVEL`` asks for (children have it from their parents); "": nothing."""
     name = os.environ.get(LEVEL_VARIABLE, "").lower()
-    return logging.getLevelNamesMapping()[name.upper()] if name in LEVELS else logging.INFO
+    return name if name in LEVELS else ""
+
+
+def chosen_level() -> int:
+    """The level to log from on; INFO by default."""
+    return logging.getLevelNamesMapping()[(level_asked() or "info").upper()]
+
+
+def ask_level(name: str) -> None:
+    """Log from this level on, in this process and those that it starts. Anything but ``LEVELS``: no change."""
+    if name in LEVELS:
+        os.environ[LEVEL_VARIABLE] = name
+        logging.getLogger("barnraise").setLevel(chosen_level())
 
 
 class JsonLines(logging.Formatter):
