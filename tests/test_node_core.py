@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barnraise.node import core
+from barnraise.node import core, fold
 from barnraise.node.decisions import (
     Action,
     Ask,
@@ -521,7 +521,7 @@ def test_backoff_grows_is_jittered_and_starts_afresh_after_a_session() -> None:
     world.now = world.state.link_retry.at
     world.step()
     last(world, Joined(-1, 10, 2), Connect)
-    world.now += core.STOOD_S
+    world.now += fold.STOOD_S
     last(world, LinkLost("reset", 0.0))
     assert world.state.link_retry.at - world.now == 0.5
 
