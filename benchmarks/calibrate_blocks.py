@@ -29,7 +29,8 @@ from barnraise.kernels.block_audit import SegmentError, compare, replay, update_
 from barnraise.kernels.block_training import BlockState, BlockTrainer, start_state
 from barnraise.kernels.mot import Tensors, first_block, make_cut
 from benchmarks.mot import python_docs
-from benchmarks.mot_world import World, batches, monolithic, recipe, scaffold_of
+from benchmarks.mot_jobs import monolithic
+from benchmarks.mot_world import World, batches, recipe, scaffold_of
 
 SEED = 7
 

@@ -32,8 +32,8 @@ from typing import Any
 from barnraise.coordinator.corpus_files import prepare
 from barnraise.coordinator.corpus_sources import SOURCES, fetched
 from barnraise.kernels.mot import make_cut
-from benchmarks import mot_world as jobs
-from benchmarks.mot_world import Done, World
+from benchmarks import mot_jobs as jobs
+from benchmarks.mot_world import Done, World, corpus_of, perplexity
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Table:
         flops = sum(job.train_flops for stage in stages for job in stage)
         path = sum(max(job.seconds for job in stage) for stage in stages)
         row = Row(
-            ppl=jobs.perplexity(ppl_of),
+            ppl=perplexity(ppl_of),
             train_flops=flops,
             full_flops=flops + (scaffold.train_flops if scaffold else 0.0),
             tokens=sum(job.tokens for stage in stages for job in stage)
@@ -141,7 +141,7 @@ class Table:
         mono = equal_tokens.result()
         self.add("monolithic, equal tokens", mono.loss, None, [[mono]])
         grown = [job.result() for job in blocks[2, "grown", "disjoint"]]
-        self.notes["block in scaffold"] = [jobs.perplexity(job.loss) for job in grown]
+        self.notes["block in scaffold"] = [perplexity(job.loss) for job in grown]
         long = self._adapted("K=2 grown", two, scaffold, grown, diagnose=True)
         self._controls(scaffold, grown, long, mono)
         for (k, init, data), pending in blocks.items():
@@ -368,9 +368,9 @@ def main() -> int:
             "conditions": {
                 "plan": vars(plan),
                 "world": {k: v for k, v in vars(world).items() if k not in ("corpus", "folder")},
-                "corpus": jobs.corpus_of(corpus).source,
-                "vocabulary": jobs.corpus_of(corpus).vocabulary,
-                "train_tokens": len(jobs.corpus_of(corpus).train) * jobs.corpus_of(corpus).shard_tokens,
+                "corpus": corpus_of(corpus).source,
+                "vocabulary": corpus_of(corpus).vocabulary,
+                "train_tokens": len(corpus_of(corpus).train) * corpus_of(corpus).shard_tokens,
                 "seeds": seeds,
                 "processes": arguments.jobs,
                 "machine": platform.machine(),
