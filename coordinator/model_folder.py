@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from barnraise.kernels.model_json import ModelError
+from barnraise.kernels.special_tokens import SETTINGS, TOKENIZER, named_token, read_tokenizer
 from barnraise.protocol.errors import RunFolderError
 from barnraise.protocol.manifest import ADAPTER_CONFIG, ADAPTER_FILE, ASSET_ALLOWANCE, WEIGHTS_FILE
 from barnraise.protocol.spec import AdapterSpec, Dtype, ModelSpec
@@ -110,20 +112,14 @@ def _end_tokens(folder: Path, config: Mapping[str, Any], inner: Mapping[str, Any
 
 
 def _tokenizers_end(folder: Path) -> tuple[int, ...]:
-    """The id of the ``eos_token`` that ``tokenizer_config.json`` names, where it is an added token."""
-    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not settings.is_file() or not tokenizer.is_file():
+    """The id of the ``eos_token`` that ``tokenizer_config.json`` names, where the tokenizer knows it."""
+    if not (folder / SETTINGS).is_file() or not (folder / TOKENIZER).is_file():
         return ()
-    name = _read_json(settings).get("eos_token")
-    name = name.get("content") if isinstance(name, dict) else name
-    added = _read_json(tokenizer).get("added_tokens")
-    ids = {
-        item.get("content"): item.get("id")
-        for item in (added if isinstance(added, list) else ())
-        if isinstance(item, dict)
-    }
-    known = ids.get(name)
-    return (known,) if type(known) is int and known >= 0 else ()
+    try:
+        known = named_token(folder, read_tokenizer(folder), "eos_token")
+    except ModelError as error:
+        raise RunFolderError(str(error)) from error
+    return () if known is None else (known,)
 
 
 def _assets(folder: Path) -> dict[str, bytes]:

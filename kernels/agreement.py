@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from barnraise.kernels.generate import generate
-from barnraise.kernels.model_config import SUPPORTED, ModelError
+from barnraise.kernels.model_config import SUPPORTED
+from barnraise.kernels.model_json import ModelError
 from barnraise.kernels.models import Policy
 from barnraise.kernels.prefill import prefill
 from barnraise.protocol.spec import SamplingSpec

@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from barnraise.kernels.model_config import ModelError, read_json
+from barnraise.kernels.model_json import ModelError, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "tokenizer_config.json"

@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from barnraise.kernels.model_config import ModelError, read_json
 from barnraise.kernels.model_files import DTYPES, read_headers, save_tensors
+from barnraise.kernels.model_json import ModelError, read_json
 from barnraise.protocol.manifest import ADAPTER_CONFIG
 
 MAX_RANK = 1024

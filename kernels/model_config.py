@@ -6,7 +6,6 @@ unrolled from them. What this project cannot train exactly is refused here, with
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from barnraise.protocol.errors import BarnraiseError
+from barnraise.kernels.model_json import ModelError, read_json
 from barnraise.protocol.limits import bounded
 
-_MAX_JSON = 16 * 1024 * 1024
 # A config comes with the run, and each number in it may ask for more than there is.
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**40
@@ -36,10 +34,6 @@ _EXPERTS = (
 _UNSTEADY_ROPE = frozenset({"dynamic", "longrope"})
 PLAN_SECONDS = 120.0
 PLAN_BYTES = 2 * 1024**3
-
-
-class ModelError(BarnraiseError):
-    """A folder does not hold a model that can be loaded; the text says which file and why."""
 
 
 def read_config(folder: Path) -> Any:
@@ -116,25 +110,6 @@ def _rope_kinds(value: Any) -> set[str]:
         return set()
     kinds = {str(value["rope_type"])} if value.get("rope_type") else set()
     return kinds.union(*(_rope_kinds(item) for item in value.values()))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path`` (at most 16 MB).
-
-    Raises:
-        ModelError: missing, too long, or not a JSON object.
-    """
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise ModelError(f"{path} is longer than {_MAX_JSON} bytes")
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; a Hugging Face model folder is expected") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return data
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from barnraise.kernels.model_config import ModelError, read_json
+from barnraise.kernels.model_json import ModelError, read_json
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import StorageError
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from barnraise.kernels.lora import Adapter, attach_adapter, load_adapter, read_adapter_config
-from barnraise.kernels.model_config import ModelError, check_derived, few_modules, read_config, read_json
+from barnraise.kernels.model_config import check_derived, few_modules, read_config
 from barnraise.kernels.model_files import (
     DTYPES,
     INDEX_NAME,
@@ -33,6 +33,7 @@ from barnraise.kernels.model_files import (
     save_weights,
     weight_files,
 )
+from barnraise.kernels.model_json import ModelError, read_json
 from barnraise.protocol.manifest import ADAPTER_FILE
 
 __all__ = [

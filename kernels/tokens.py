@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from barnraise.kernels.chat_template import ChatTemplate
-from barnraise.kernels.models import ModelError, read_json
+from barnraise.kernels.model_json import ModelError, read_json
+from barnraise.kernels.special_tokens import named_token, read_tokenizer
 from barnraise.protocol.limits import bounded
 from barnraise.protocol.spec import EnvironmentSpec
 
@@ -26,9 +25,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# A tokenizer and its template come with the run. Real ones take a few seconds and 200 MB, and milliseconds.
-READ_SECONDS = 120.0
-READ_BYTES = 4 * 1024**3
+# A chat template comes with the run. A real one takes milliseconds.
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_BYTES = 1024**3
 MAX_PROMPT = 4 * 1024**2  # characters
@@ -51,7 +48,7 @@ class Codec:
                 template where the environment wants one.
         """
         self._environment = environment
-        self._tokenizer = _read_tokenizer(folder)
+        self._tokenizer = read_tokenizer(folder)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token: int = _eos_token(folder, self._tokenizer)
         self.start: tuple[int, ...] = _start(folder, self._tokenizer)
@@ -97,28 +94,9 @@ class Codec:
         return ids
 
 
-def _read_tokenizer(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(
-            f"{path} is missing; the model needs a fast tokenizer "
-            "(save it with transformers' AutoTokenizer.save_pretrained)"
-        )
-    try:
-        with bounded("it", seconds=READ_SECONDS, memory=READ_BYTES):
-            tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:  # the bindings raise plain Exception, or PanicException, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ModelError(f"{path} is not a tokenizer: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
 def _eos_token(folder: Path, tokenizer: Any) -> int:
     """``tokenizer_config.json``'s end token; else the first end id of the generation or model config."""
-    named = _named_token(folder, tokenizer, "eos_token")
+    named = named_token(folder, tokenizer, "eos_token")
     if named is not None:
         return named
     for name in ("generation_config.json", "config.json"):
@@ -132,18 +110,8 @@ def _eos_token(folder: Path, tokenizer: Any) -> int:
     )
 
 
-def _named_token(folder: Path, tokenizer: Any, name: str) -> int | None:
-    """The id of a special token that ``tokenizer_config.json`` names, if the tokenizer knows it."""
-    settings = folder / "tokenizer_config.json"
-    token = read_json(settings).get(name) if settings.is_file() else None
-    if isinstance(token, dict):  # the form of an AddedToken
-        token = token.get("content")
-    known = tokenizer.token_to_id(token) if isinstance(token, str) else None
-    return None if known is None else int(known)
-
-
 def _start(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The token that the tokenizer's own rules begin a text with, if it is the one named ``bos_token``."""
-    named = _named_token(folder, tokenizer, "bos_token")
+    named = named_token(folder, tokenizer, "bos_token")
     added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
     return (named,) if named is not None and added[:1] == [named] else ()

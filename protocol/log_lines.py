@@ -93,7 +93,7 @@ def chosen_level() -> int:
 
 
 def ask_level(name: str) -> None:
-    """Log from this level on, in this process and those that it starts. Anything but ``LEVELS``: no change."""
+    """Log from this level on, here and in processes started from now on. Not of ``LEVELS``: no change."""
     if name in LEVELS:
         os.environ[LEVEL_VARIABLE] = name
         logging.getLogger("barnraise").setLevel(chosen_level())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from coordinator_support import VERIFY, make_run, settings, write_model
+from tokenizers import Tokenizer, models
 
 from barnraise.coordinator.folder import create_run, open_run, read_spec
 from barnraise.coordinator.model_folder import count_parameters, describe_model
@@ -127,7 +128,7 @@ def test_every_token_of_a_models_lists_ends_a_completion(tmp_path: Path) -> None
     model = write_model(tmp_path / "m")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 1, 4]}))
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|turn|>"}}))
-    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<|turn|>"}]}))
+    Tokenizer(models.WordLevel({"<|turn|>": 7}, "<|turn|>")).save(str(model / "tokenizer.json"))
     spec = describe_model(model, "m", "float32", "float32")
     assert (spec.eos_token, spec.other_ends, spec.ends) == (4, (1, 7), {1, 4, 7})
 
