@@ -101,7 +101,8 @@ class BlockRecord:
                 "place-lent-once", f"{_words(place)} is lent to {node}, and has {short(self._taken[place])}"
             )
         for lease_id, loan in self._record.leases.items():
-            if isinstance(loan.terms, BlockLease) and loan.terms.node == terms.node and not loan.released:
+            held = isinstance(loan.terms, BlockLease) and loan.terms.node == terms.node and not loan.released
+            if held and loan.terms.timeout_at > terms.issued_at:
                 raise Broken(
                     "leases-bounded",
                     f"{node} gets {_words(place)} while it holds lease {short(lease_id)} of a block",
@@ -182,6 +183,7 @@ class BlockRecord:
         elif event.submissions or head != last_block_version(self._spec):
             raise Broken("round-grows", f"round {version} comes after the last")
         self.rounds[version] = event.submissions
+        self._may_close_since = None
         for submission_id in event.submissions:
             self._of(submission_id).status = "used"
             self._record.used[submission_id] = version
@@ -293,15 +295,26 @@ class BlockRecord:
             if item.status in ("accepted", "late", "used") and not item.again:
                 raise Broken("judged-as-drawn", f"{short(key)} counts, and nothing of it was done again")
 
-    def check_closes(self, now_s: float, now_ms: int) -> None:
-        """That a round which may close does not stay open. Call while the coordinator can.
+    def rest(self) -> None:
+        """The coordinator is down, or cannot write: nothing closes."""
+        self._may_close_since = None
+
+    def check_closes(self, now_s: float, now_ms: int, learn_s: float) -> None:
+        """That a round which may close does, and becomes a version. Call while the coordinator can.
+
+        ``learn_s``: how long the learner takes.
 
         Raises:
-            Broken: it does.
+            Broken: it does not.
         """
         head = self._record.head
-        if not 0 <= head < last_block_version(self._spec) or head + 1 in self.rounds:
+        if not 0 <= head <= last_block_version(self._spec):
             self._may_close_since = None
+            return
+        if head + 1 in self.rounds or head == last_block_version(self._spec):
+            since = self._may_close_since = self._may_close_since or now_s
+            if now_s - since > FORM_S + learn_s:
+                raise Broken("round-closes", f"round {head + 1} is no version after {now_s - since:.0f} s")
             return
         filled = Counter(self._of(key).terms.block for key in self._ready(head))
         over = now_ms >= self._opened_at + self._spec.round_s * 1000
@@ -309,7 +322,7 @@ class BlockRecord:
         if any(filled[block] < needed for block in range(self._spec.blocks)):
             self._may_close_since = None
             return
-        since = self._may_close_since = now_s if self._may_close_since is None else self._may_close_since
+        since = self._may_close_since = self._may_close_since or now_s
         if now_s - since > FORM_S:
             raise Broken("round-closes", f"round {head + 1} has all it needs for {now_s - since:.0f} s")
 

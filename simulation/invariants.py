@@ -185,11 +185,13 @@ class Invariants:
     def _look_at_blocks(self, blocks: BlockRecord, core: Core | None) -> None:
         world = self._known()[0]
         self._try(blocks.check_jobs, world.coordinator.jobs)
-        if core is None:
+        if core is None or core.trouble or world.coordinator.full:
+            blocks.rest()
             return
         self._try(blocks.check_judged, world.coordinator.block_jobs, core.segment_draw)
-        if not core.trouble and not world.coordinator.full and core.state.operations.paused is None:
-            self._try(blocks.check_closes, world.now, world.coordinator.now_ms())
+        if core.state.operations.paused is None:
+            learn_s = world.scenario.work.learn_s
+            self._try(blocks.check_closes, world.now, world.coordinator.now_ms(), learn_s)
 
     def final(self, world: World) -> None:
         """Everything, with everybody still there.
