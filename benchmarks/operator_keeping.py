@@ -52,7 +52,7 @@ from barnraise.protocol.identity import Identity
 from barnraise.protocol.memory_network import MemorySwarm
 from barnraise.protocol.messages import RolloutLease, Signed, Verdict
 from barnraise.protocol.tlog_checkpoint import Checkpoint, Head, log_key, origin_of, sign_checkpoint
-from benchmarks.coordinator import Accepting
+from benchmarks.coordinator_world import Accepting
 from tests.coordinator_support import FakeLearner, settings
 from tests.spec_support import EXACT
 
