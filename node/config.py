@@ -14,6 +14,7 @@ the data folder: deleting the downloaded weights never costs anybody their credi
         mode.json                     a pause or finish that a crash must not undo
         supervisor.lock               held by whoever starts a crashed background node again, with its state
         node.err                      what a background node wrote to stderr
+        invite                        the word that was given, for a node in the background or a service
         known.json                    whom each address led to, with which key and run; runs approved
         store/                        shards by content
         runs/<run id>/versions/       assembled policy versions

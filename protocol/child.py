@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import time
@@ -36,6 +37,7 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 _END_BYTES = 128 * 1024  # of a log, in which its last line is whole
 _BOUND_EVERY_S = 5.0  # between two looks at how long the log is
 _WRITE_TIMEOUT_S = 60.0  # the child's reader thread always reads; longer means that it is stopped
+_SECRET = re.compile(r"BARNRAISE_\w*PASSWORD")  # no child of ours needs one, and some run others' programs
 _KILL_S = 10.0  # what is stuck in a driver outlives SIGKILL; nobody waits for it longer
 
 
@@ -89,12 +91,13 @@ class Child:
             log: file to which the child's stderr (and whatever prints to its
                 stdout) is appended; bounded (``child_log``) at the start, with every request and
                 while one is at work and says something. None shares ours.
-            env: additions to our environment.
+            env: additions to our environment, of which no password of ours goes on.
 
         Raises:
             ChildError: the program could not be started.
         """
-        environment = {**os.environ, **(env or {})}
+        environment = {name: value for name, value in os.environ.items() if not _SECRET.fullmatch(name)}
+        environment |= env or {}
         if log is not None:
             bound_log(log)
         await trio.lowlevel.checkpoint()

@@ -17,9 +17,10 @@ import typer
 from barnraise.node.chosen import default_threads as default_threads
 from barnraise.node.config import NodeConfig, default_data_path, default_key_path
 from barnraise.node.engine_choice import ENGINES
-from barnraise.protocol.errors import BarnraiseError, MalformedError, PeerError
+from barnraise.protocol.errors import BarnraiseError, PeerError
 from barnraise.tui import attached, background
 from barnraise.tui.console import examples, is_plain
+from barnraise.tui.given_invite import invite_word, keep_invite
 from barnraise.tui.join_arguments import as_given
 from barnraise.tui.limit_notes import note_disk, note_threads
 
@@ -123,7 +124,8 @@ def join(
         None,
         "--invite",
         metavar="WORD|FILE",
-        help="What the operator of a run that is not open to everybody sent you; needed once per key.",
+        help="What the operator of a run that is not open to everybody sent you; needed once per key. "
+        "Arguments can be seen by all users of a machine: on a shared one give a file.",
     ),
     yes: bool = typer.Option(
         False, "--yes", "-y", help="Ask nothing: neither before joining, nor for limits at a first start."
@@ -182,7 +184,11 @@ def join(
 
     if first_start.is_first(config) and not (yes or as_json):
         first_start.guide(config, typer.echo, first_start.ask_at_terminal)
-    raise typer.Exit(_foreground(config) if lines else _background(config, as_given(context)))
+    if lines:
+        raise typer.Exit(_foreground(config))
+    if invite is not None:
+        keep_invite(invite, place)
+    raise typer.Exit(_background(config, as_given(context)))
 
 
 def _foreground(config: NodeConfig) -> int:
@@ -209,25 +215,6 @@ def known_addresses(given: str | None, data: Path) -> tuple[str, ...]:
         return KnownRuns(data / "known.json").lead(given).addresses
     except PeerError as error:
         raise typer.BadParameter(str(error), param_hint="MULTIADDR") from error
-
-
-def invite_word(given: str) -> str:
-    """An invite as it was typed, or from the file that has it.
-
-    Raises:
-        typer.BadParameter: it is neither.
-    """
-    from barnraise.protocol.invites import MAX_TEXT, PREFIX, read_invite
-
-    text = given
-    if not given.startswith(PREFIX) and Path(given).is_file():
-        with Path(given).open(encoding="utf-8", errors="replace") as file:
-            text = file.read(2 * MAX_TEXT)
-    try:
-        read_invite(text)
-    except MalformedError as error:
-        raise typer.BadParameter(str(error), param_hint="--invite") from error
-    return "".join(text.split())
 
 
 def check_address(address: str) -> None:

@@ -8,12 +8,18 @@ from typing import Any
 
 import typer
 
+from barnraise.node.config import default_data_path
+from barnraise.tui.given_invite import invite_file
+
 # What says how this process shows the node, not what the node does.
 SHOWING = frozenset({"headless", "plain", "as_json", "background"})
 
 
 def as_given(context: typer.Context) -> list[str]:
-    """The command line's arguments again, without those about showing; paths are made absolute."""
+    """The command line's arguments again, without those about showing; paths are made absolute.
+
+    An invite is named by the file that has it, see ``barnraise.tui.given_invite.keep_invite``.
+    """
     words: list[str] = []
     options: list[str] = []
     for parameter in context.command.params:
@@ -22,6 +28,8 @@ def as_given(context: typer.Context) -> list[str]:
         if name in SHOWING or source is None or source.name != "COMMANDLINE":
             continue
         value = context.params[name]
+        if name == "invite":
+            value = invite_file(value, Path(context.params.get("data") or default_data_path()))
         if parameter.param_type_name == "argument":
             words.append(_text(value))
         elif isinstance(value, bool):

@@ -19,6 +19,7 @@ from barnraise.protocol.errors import BarnraiseError, StorageError
 from barnraise.tui.background import state_in
 from barnraise.tui.console import emit_json, examples, print_rows
 from barnraise.tui.demo_processes import barnraise
+from barnraise.tui.given_invite import keep_invite
 from barnraise.tui.join_arguments import as_given
 from barnraise.tui.service_texts import LABEL, launchd_plist, quoted, systemd_unit, windows_task
 
@@ -66,7 +67,7 @@ def install(
 
     Installing is consent to the run at MULTIADDR: a service has nobody to ask.
     """
-    command, folder = _command(context, address)
+    command, folder, invite = _command(context, address)
     place, text = _text(_checked(name), command, folder)
     if show:
         typer.echo(text, nl=False)
@@ -77,6 +78,8 @@ def install(
         )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if invite is not None:
+            keep_invite(invite, folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{place.name}.new")
         partial.write_text(text, encoding="utf-16" if place.suffix == ".xml" else "utf-8")
@@ -155,8 +158,8 @@ def status(name: str = NAME, as_json: bool = JSON) -> None:
     print_rows(rows)
 
 
-def _command(context: typer.Context, address: str) -> tuple[list[str], Path]:
-    """The command that the service runs, its options checked as ``join`` checks them; the data folder.
+def _command(context: typer.Context, address: str) -> tuple[list[str], Path, str | None]:
+    """The command that the service runs, its options checked as ``join`` checks them; data folder, invite.
 
     Raises:
         typer.BadParameter: and other errors of use, as of ``join``.
@@ -176,7 +179,7 @@ def _command(context: typer.Context, address: str) -> tuple[list[str], Path]:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     data = parsed.params.get("data")
-    return command, Path(os.path.abspath(data or default_data_path()))
+    return command, Path(os.path.abspath(data or default_data_path())), parsed.params.get("invite")
 
 
 def _text(name: str, command: list[str], folder: Path) -> tuple[Path, str]:
