@@ -11,24 +11,14 @@ from dataclasses import replace
 
 import trio
 
-from barnraise.node import remembered
+from barnraise.node import remembered, verdicts
 from barnraise.node.context import Context
-from barnraise.node.entering import enter, last_block, tally
-from barnraise.node.events import (
-    DeadlineMoved,
-    Fatal,
-    HeadSeen,
-    Joined,
-    Judged,
-    LinkLost,
-    Retargeted,
-    WorkAgain,
-)
+from barnraise.node.entering import enter, last_block
+from barnraise.node.events import DeadlineMoved, Fatal, HeadSeen, Joined, LinkLost, Retargeted, WorkAgain
 from barnraise.node.link import Run, dial, greet, join, present_invite
 from barnraise.node.needs import Field, Machine, description, free_disk
-from barnraise.node.receipt_words import outcome, standing_fields, summary, words
+from barnraise.node.receipt_words import standing_fields
 from barnraise.protocol.amendments import Amendment, amended
-from barnraise.protocol.credit_words import credit_words
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import (
     NEWCOMERS,
@@ -37,7 +27,6 @@ from barnraise.protocol.errors import (
     PeerError,
     RefusedError,
     SignatureError,
-    StorageError,
     VersionError,
 )
 from barnraise.protocol.identity import fingerprint
@@ -53,10 +42,7 @@ from barnraise.protocol.messages import (
     ManifestRequest,
     Message,
     NoticePush,
-    Receipt,
     ReceiptPush,
-    ReceiptsReply,
-    ReceiptsRequest,
     Signed,
     StandingPush,
 )
@@ -70,7 +56,6 @@ EXIT_DECLINED = 5
 EXIT_NOT_ADMITTED = 6
 NOT_ADMITTED, BAD_INVITE = "not-admitted", "bad-invite"  # codes of refusals that trying again does not end
 HEARTBEAT_TIMEOUT_S = 15.0
-TOLD_ONE_BY_ONE = 2  # verdicts given while the node was away; more are summed up
 REPLACED_WITHIN_S = 10.0  # a session that ends so soon after a duplicate-key notice was taken over
 
 
@@ -129,7 +114,7 @@ async def _session(ctx: Context, attempt: int) -> str:
                 ctx.session = session
                 ctx.linked.set()
                 nursery.start_soon(_heartbeats, ctx, session)
-                await _catch_up_receipts(ctx, session)  # before pushes are read: no gap between the two
+                await verdicts.catch_up(ctx, session)  # before pushes are read: no gap between the two
                 async for message in session.pushes:
                     _pushed(ctx, message)
         except BarnraiseError as error:
@@ -295,43 +280,14 @@ async def _heartbeats(ctx: Context, session: Session) -> None:
         await trio.sleep(ctx.config.heartbeat_s)
 
 
-async def _catch_up_receipts(ctx: Context, session: Session) -> None:
-    """Fetch the verdicts that we missed (R16), page by page."""
-    assert ctx.receipts is not None
-    ctx.receipts_refused = ""
-    missed: list[Receipt] = []
-    try:
-        while True:
-            start = ctx.receipts.next_index
-            reply = await session.request(
-                lambda number, start=start: ReceiptsRequest(id=number, from_index=start),  # type: ignore[misc]
-                ReceiptsReply,
-            )
-            for signed in reply.receipts:
-                if (receipt := _receipt(ctx, signed)) is not None:
-                    missed.append(receipt)
-            if not reply.receipts or ctx.receipts.next_index <= start:
-                return
-    except RefusedError as error:
-        ctx.say(f"the coordinator refused to send our receipts: {error}", logging.WARNING)
-    except PeerError:
-        return  # the session is ending; the next one asks again
-    finally:
-        if len(missed) > TOLD_ONE_BY_ONE:
-            ctx.say(summary(missed))
-        else:
-            for receipt in missed:
-                _tell_verdict(ctx, receipt)
-
-
 def _pushed(ctx: Context, message: Message) -> None:
     match message:
         case HeadPush(head=head):
             ctx.feed(HeadSeen(_believe_head(ctx, head)))
         case ReceiptPush(receipt=signed):
-            if (receipt := _receipt(ctx, signed)) is not None:
+            if (receipt := verdicts.take(ctx, signed)) is not None:
                 with about(receipt.lease_id, receipt.submission_id):
-                    _tell_verdict(ctx, receipt)
+                    verdicts.tell(ctx, receipt)
         case StandingPush():
             ctx.facts.standing = standing_fields(message)
             ctx.changed.set()
@@ -387,55 +343,6 @@ def _believe_head(ctx: Context, head: Signed | None) -> int:
         if manifest.version > known >= 0:
             ctx.say(f"version {manifest.version} was published")
     return max(known, manifest.version)
-
-
-def _receipt(ctx: Context, signed: Signed) -> Receipt | None:
-    """Take a receipt into the book and act on it; None: it was there already, or could not be kept."""
-    assert ctx.receipts is not None
-    assert ctx.pending is not None
-    if ctx.receipts_refused:
-        return None  # they are asked for again, all of them, once there is room
-    try:
-        receipt = ctx.receipts.add(signed)
-    except StorageError as error:
-        ctx.receipts_refused = str(error)
-        ctx.say(f"a receipt was not kept, it will be asked for again: {error}", logging.ERROR)
-        return None
-    except BarnraiseError as error:
-        ctx.say(f"a receipt was not kept: {error}", logging.ERROR)
-        return None
-    if receipt is None:
-        return None  # it was here already
-    if ctx.state.uploading != receipt.submission_id:
-        ctx.pending.drop(receipt.submission_id, ctx.kept)
-    if receipt.verdict.accepted and ctx.kept is not None:
-        ctx.kept.drop(receipt.submission_id)
-    if ctx.units is not None and receipt.lease_id in ctx.units.kept:
-        ctx.units.judged({receipt.lease_id: ctx.receipts.verdicts(receipt.lease_id)})
-    ctx.judged.append(receipt.submission_id)
-    ctx.feed(Judged(receipt.submission_id))
-    tally(ctx)
-    verdict = receipt.verdict
-    ctx.facts.last_verdict = {
-        "accepted": verdict.accepted,
-        "check": verdict.check,
-        "threshold": verdict.threshold,
-        "value": verdict.value,
-        "position": printable(verdict.position),
-        "message": printable(verdict.message),
-        "credit": receipt.credit,
-        "at_ms": receipt.issued_at,
-    }
-    return receipt
-
-
-def _tell_verdict(ctx: Context, receipt: Receipt) -> None:
-    if outcome(receipt) == "accepted":
-        earned, total = credit_words(receipt.credit), credit_words(ctx.facts.credit)
-        ctx.say(f"unit accepted: {earned} of credit earned, {total} in all")
-        return
-    level = logging.INFO if receipt.verdict.accepted else logging.WARNING
-    ctx.say(f"unit {words(receipt)} (receipt #{receipt.ledger_index})", level)
 
 
 def measure(ctx: Context, sent_ms: int, theirs_ms: int) -> None:

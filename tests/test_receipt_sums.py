@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_receipts import book, receipt, signed
 
-from barnraise.node import attend
+from barnraise.node import verdicts
 from barnraise.node.kept import KeptWork
 from barnraise.node.pending import PendingWork
 from barnraise.node.receipt_words import latest, outcome
@@ -135,7 +135,7 @@ def work_of_one_more(folder: Path, have: int) -> int:
     it.credit_before(MIDNIGHT)
     ctx, new = context(folder, it), signed(have, accepted=False, issued_at=NOW)
     ctx.units.kept[receipt(have).lease_id] = Kept(bytes(32), 0, SimpleNamespace())
-    work = instructions(lambda: attend._receipt(ctx, new))
+    work = instructions(lambda: verdicts.take(ctx, new))
     assert ctx.units.rejected == {receipt(have).lease_id}
     assert ctx.facts.accepted + ctx.facts.rejected == have + 1
     return work
@@ -150,8 +150,8 @@ def test_a_conflicting_receipt_for_another_lease_gives_that_lease_no_verdict(tmp
     it = book(tmp_path)
     ctx, lease_id = context(tmp_path, it), bytes([7] * 16)
     ctx.units.kept[lease_id] = Kept(bytes(32), 0, SimpleNamespace())
-    assert attend._receipt(ctx, signed(1)) is not None
-    assert attend._receipt(ctx, signed(1, lease_id=lease_id)) is not None
+    assert verdicts.take(ctx, signed(1)) is not None
+    assert verdicts.take(ctx, signed(1, lease_id=lease_id)) is not None
     assert len(it.conflicts) == 1
     assert lease_id in ctx.units.kept
     assert not ctx.units.rejected
