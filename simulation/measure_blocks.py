@@ -32,8 +32,8 @@ class BlockFacts(Struct, kw_only=True):
 
     Attributes:
         places: of a round, per block.
-        used: units whose difference went into a version; ``late``: accepted, and used in none.
-        used_share: of the computing that has come to an end, the part whose difference was used.
+        used: units whose difference went into a version; ``late``: accepted when their round was over.
+        used_share: of the computing for rounds that are over, the part whose difference was used.
         lost_s: computing of units whose node went before the verdict, and that were never accepted.
         overdue: stored units whose files were not to be had in time; ``resumed``: taken up by a later life.
         gone: units that failed because their node was not there any more, honest or not, by check.
@@ -56,6 +56,7 @@ class BlockFacts(Struct, kw_only=True):
 @dataclass
 class _Fold:
     block: dict[str, int] = field(default_factory=dict)  # lease -> block
+    version: dict[str, int] = field(default_factory=dict)  # lease -> the version it is trained from
     lease: dict[str, str] = field(default_factory=dict)  # work -> lease
     spent: Counter[str] = field(default_factory=Counter)  # lease -> seconds of computing
     began: dict[str, float] = field(default_factory=dict)  # lease -> when
@@ -64,6 +65,7 @@ class _Fold:
     accepted: dict[str, float] = field(default_factory=dict)  # work -> when
     used: set[str] = field(default_factory=set)
     opened: float = 0.0
+    formed: int = 0  # the version of the round that was formed last
     departures: int = 0
 
 
@@ -82,11 +84,12 @@ class BlockFold:
     def facts(self) -> BlockFacts:
         """What it came to so far."""
         found, fold = self._found, self._fold
-        found.used = len(fold.used)
-        found.late = len(fold.accepted) - len(fold.used & fold.accepted.keys())
-        total = sum(fold.spent.values())
-        used = sum(fold.spent[fold.lease.get(work, "")] for work in fold.used)
-        found.used_share = used / total if total else 0.0
+        over = {lease for lease, version in fold.version.items() if version < fold.formed}
+        used = [fold.lease[work] for work in sorted(fold.used)]
+        found.used = len(used)
+        found.late = sum(fold.lease[work] in over for work in fold.accepted if work not in fold.used)
+        total = sum(seconds for lease, seconds in fold.spent.items() if lease in over)
+        found.used_share = sum(fold.spent[lease] for lease in used) / total if total else 0.0
         counts = {fold.lease[work] for work in fold.accepted}
         found.lost_s = sum(fold.spent[lease] for lease in sorted(fold.left - counts))
         found.lost_per_departure_s = found.lost_s / fold.departures if fold.departures else 0.0
@@ -97,7 +100,7 @@ def _take(found: BlockFacts, fold: _Fold, event: Event, blocks: int, round_s: fl
     at, node, lease = event["t"], event.get("node", ""), event.get("lease", "")
     match event["what"]:
         case "lease" if "block" in event:
-            fold.block[lease] = event["block"]
+            fold.block[lease], fold.version[lease] = event["block"], event["version"]
         case "begin" if "block" in event:
             fold.began[lease] = at
             fold.open_of.setdefault(node, set()).add(lease)
@@ -128,6 +131,7 @@ def _round(found: BlockFacts, fold: _Fold, event: Event, blocks: int, round_s: f
     works: list[str] = event["works"]
     if not works:
         return
+    fold.formed = event["version"]
     fold.used |= set(works)
     counts = Counter(fold.block[fold.lease[work]] for work in works)
     seconds = event["t"] - fold.opened

@@ -119,7 +119,9 @@ def _of_blocks(found: BlockFacts) -> list[Row]:
                 f"{empty} places empty; {found.late} accepted too late",
             )
         )
-    lines.append(("used work", f"{found.used_share:.1%} of computing went into a version"))
+    lines.append(
+        ("used work", f"{found.used_share:.1%} of computing for rounds that are over went into a version")
+    )
     if found.lost_s:
         lines.append(("lost units", f"{found.lost_per_departure_s:.0f} s of computing per departure"))
     if found.resumed:
