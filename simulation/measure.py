@@ -87,6 +87,7 @@ class _Fold:
     first_sent: dict[str, float] = field(default_factory=dict)  # kind -> moment
     loads: dict[int, list[float]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
+    corrupt: set[str] = field(default_factory=set)  # nodes that send shards with a flipped bit
     rejected: Counter[str] = field(default_factory=Counter)
     honest: Counter[str] = field(default_factory=Counter)
     stale: Counter[int] = field(default_factory=Counter)
@@ -129,6 +130,8 @@ def _take(found: Measures, fold: _Fold, event: Event) -> None:
     match event["what"]:
         case "join":
             fold.seen.add(node)
+            if event.get("corrupt"):
+                fold.corrupt.add(node)
             kind = event.get("cheat", "")
             if kind and node not in fold.cheat:
                 found.cheats.setdefault(kind, CheatFacts(found_by={})).nodes += 1
@@ -191,7 +194,8 @@ def _judged(found: Measures, fold: _Fold, event: Event) -> None:
         return
     fold.rejected[check] += 1
     if facts is None:
-        fold.honest[check] += check not in NOBODYS_FAULT
+        spoiled = check == "block-files" and event["node"] in fold.corrupt
+        fold.honest[check] += check not in NOBODYS_FAULT and not spoiled
         return
     facts.rejected += 1
     facts.found_by[check] = facts.found_by.get(check, 0) + 1

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from barnraise.simulation.block_training import BLOCK_FOUND_BY
 from barnraise.simulation.cheats import FOUND_BY
-from barnraise.simulation.scenario import Cheat, Churn, Happening, Line, Swarm, What, Work, load_scenario
+from barnraise.simulation.scenario import (
+    Blocks,
+    Cheat,
+    Churn,
+    Happening,
+    Line,
+    Swarm,
+    What,
+    Work,
+    load_scenario,
+)
 from barnraise.tui.main import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "simulation.md"
@@ -57,8 +68,15 @@ def test_the_python_runs(here: Path) -> None:
 def test_the_scenario_loads_and_every_key_and_word_is_on_the_page(here: Path) -> None:
     assert load_scenario("./mine.toml").happens[1].what == "coordinator-crash"
     text = PAGE.read_text()
-    words = [name for part in (Swarm, Work, Churn, Line, Cheat, Happening) for name in part.__struct_fields__]
+    words = [
+        name
+        for part in (Swarm, Work, Blocks, Churn, Line, Cheat, Happening)
+        for name in part.__struct_fields__
+    ]
     words += [*FOUND_BY, *What.__args__]
     assert [word for word in words if f"`{word}`" not in text] == []
     for kind, (check, _) in FOUND_BY.items():
         assert re.search(rf"^\| `{kind}` \|.*\| `{check}` \|$", text, re.MULTILINE)
+    table = text[text.index("| cheat at blocks |") :]
+    for kind, (check, _) in BLOCK_FOUND_BY.items():
+        assert re.search(rf"^\| `{kind}` \|.*\| `{check}`", table, re.MULTILINE)
