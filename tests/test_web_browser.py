@@ -129,7 +129,7 @@ async def figures_stay_fresh(tab: Tab, home: str, web: Any) -> None:
 
 
 async def a_page_comes_back_after_a_refusal(tab: Tab, home: str, patch: pytest.MonkeyPatch) -> None:
-    """Browsers give up on events for good when the reply is an error: a proxy's while the coordinator starts."""
+    """Browsers give up on events when a reply is an error: a proxy's while the coordinator starts."""
     patch.setattr("barnraise.coordinator.web.live.VIEWERS", 0)
     await tab.open(home)
     words = "document.getElementById('link-text').textContent"
