@@ -28,7 +28,7 @@ from barnraise.coordinator.journal import Journal, Write
 from barnraise.coordinator.newcomer_book import NewcomerBook
 from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.progress import Progress
-from barnraise.coordinator.server import _due, _push_receipts, _tick, wall_clock_ms
+from barnraise.coordinator.server import due_events, push_receipts, tick, wall_clock_ms
 from barnraise.coordinator.sessions import Sessions
 from barnraise.coordinator.verify_belt import VerifyBelt
 from barnraise.coordinator.workers import Judged, VerifyJob
@@ -188,10 +188,10 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
         hub, verifier = Hub(), Accepting()
         door = Door(core, lambda peer: "", NewcomerLimits(per_day=0), NewcomerBook(folder, run.identity))
         sessions = Sessions(core, hub, run.signed_spec, random.Random(1), door)
-        due = partial(_due, core, sessions, Deadlines(core), ClockBack(core))
+        due = partial(due_events, core, sessions, Deadlines(core), ClockBack(core))
 
         def receipts(write: Write) -> None:
-            _push_receipts(hub, write)
+            push_receipts(hub, write)
 
         core.listeners.append(receipts)
         async with trio.open_nursery() as nursery:
@@ -204,7 +204,7 @@ async def world(scratch: Path, nodes: int, size: int) -> AsyncIterator[World]:
             hub.head_version = 0
             nursery.start_soon(sessions.run)
             nursery.start_soon(VerifyBelt(core, verifier, Progress()).run)
-            nursery.start_soon(_tick, core, sessions, Greeter(hub, wall_clock_ms), due, False)
+            nursery.start_soon(tick, core, sessions, Greeter(hub, wall_clock_ms), due, False)
             wires = [Wire(Identity.generate()) for _ in range(nodes)]
             place = World(core, hub, nursery, sessions, wires, size)
             nursery.start_soon(_watch, place.pause)

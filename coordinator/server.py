@@ -181,7 +181,7 @@ async def run_coordinator(
             run_folder=run.path,
             minor_of=greeter.minor_of,
         )
-        due = partial(_due, core, sessions, Deadlines(core), ClockBack(core))
+        due = partial(due_events, core, sessions, Deadlines(core), ClockBack(core))
         tree_rng = random.Random(secrets.randbits(64) if rng is None else str(rng.getstate()))
         origin = Origin(run.spec, run.run_id, network, store, tree_rng, upload_copies)
         verify = VerifyBelt(core, verifier, progress, pressure)
@@ -189,7 +189,7 @@ async def run_coordinator(
         publish = PublishBelt(
             core, hub, learner, store, run.path, progress, announce, shard_size, mirrors, origin, keep=keep
         )
-        core.listeners.append(partial(_push_receipts, hub))
+        core.listeners.append(partial(push_receipts, hub))
         core.listeners.append(partial(tell_of, core, hub))
         core.listeners.append(partial(tell_amendments, hub))
         core.listeners.append(partial(tell_resumed, core, hub))
@@ -242,7 +242,7 @@ async def run_coordinator(
                 nursery.start_soon(publish.run)
                 nursery.start_soon(guard.run)
                 nursery.start_soon(drain.run)
-                nursery.start_soon(_tick, core, sessions, greeter, due, pressure is not None)
+                nursery.start_soon(tick, core, sessions, greeter, due, pressure is not None)
                 if web is not None:
                     web.admin.commands = commands
                     nursery.start_soon(web.run, http or ())
@@ -280,12 +280,12 @@ def _check_head(run: Run, core: Core) -> None:
             )
 
 
-def _push_receipts(hub: Hub, write: Write) -> None:
+def push_receipts(hub: Hub, write: Write) -> None:
     for receipt in write.receipts:
         hub.send_receipt(receipt.node, receipt.signed)
 
 
-def _due(core: Core, sessions: Sessions, deadlines: Deadlines, clock_back: ClockBack) -> list[Event]:
+def due_events(core: Core, sessions: Sessions, deadlines: Deadlines, clock_back: ClockBack) -> list[Event]:
     """Timeouts and deadlines that have passed, and what a clock that went back moves: recorded at once."""
     now = core.now_ms()
     sessions.turned_away.forget_all_but(core.state.leases, core.state.blocks.leases)
@@ -302,7 +302,7 @@ async def _catch_up(core: Core, due: Callable[[], list[Event]]) -> None:
         log.error("%s", error)
 
 
-async def _tick(
+async def tick(
     core: Core, sessions: Sessions, greeter: Greeter, due_now: Callable[[], list[Event]], spares: bool
 ) -> None:
     """Timeouts, deadlines, silent sessions, and now and then a signed tree head."""
