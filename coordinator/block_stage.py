@@ -53,7 +53,7 @@ from barnraise.kernels.outer import outer_step, trimmed_mean
 from barnraise.kernels.token_shards import batches
 from barnraise.protocol.corpus import places
 from barnraise.protocol.durable import link_or_copy
-from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.pretrain import JointRecipe, part_name
 from barnraise.protocol.unit_context import about, unit_log
 
@@ -298,12 +298,20 @@ class BlockStages(BlockReader):
         return sha256(b"barnraise/1/stage\0" + self._run.run_id + name.encode()).digest()
 
     def note(self, **fields: Any) -> None:
-        """Append one line for the report; a line that a full disk or a crash cut short stays alone."""
-        with (self.folder / REPORT_FILE).open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            torn = file.read(1) not in (b"", b"\n")
-            file.write((b"\n" if torn else b"") + json.dumps(fields).encode() + b"\n")
+        """Append one line for the report; a line that a full disk or a crash cut short stays alone.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        path = self.folder / REPORT_FILE
+        try:
+            with path.open("ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                torn = file.read(1) not in (b"", b"\n")
+                file.write((b"\n" if torn else b"") + json.dumps(fields).encode() + b"\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error}; free some space there") from error
 
 
 def _schedule(recipe: JointRecipe) -> JointSchedule:

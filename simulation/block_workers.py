@@ -27,7 +27,7 @@ from barnraise.coordinator.checkpoints import Record
 from barnraise.coordinator.workers import Trained, WorkerSetup, checkpoint_folder
 from barnraise.protocol.corpus import read_corpus
 from barnraise.protocol.durable import link_or_copy, write_durably
-from barnraise.protocol.errors import MalformedError, RunFolderError
+from barnraise.protocol.errors import MalformedError, RunFolderError, StorageError
 from barnraise.protocol.manifest import WEIGHTS_FILE
 from barnraise.protocol.messages import Verdict
 from barnraise.protocol.pretrain import PretrainSpec, part_name, segments
@@ -130,8 +130,12 @@ class BlockStages:
         return found
 
     def _note(self, **fields: object) -> None:
-        with (self.folder / REPORT_FILE).open("ab") as file:
-            file.write(json.dumps(fields).encode() + b"\n")
+        path = self.folder / REPORT_FILE
+        try:
+            with path.open("ab") as file:
+                file.write(json.dumps(fields).encode() + b"\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error}") from error
 
 
 class BlockJudge:

@@ -28,7 +28,7 @@ from barnraise.coordinator.workshop import Workshop
 from barnraise.kernels.deltas import decode_delta
 from barnraise.kernels.outer import outer_step, trimmed_mean
 from barnraise.protocol import wire
-from barnraise.protocol.errors import RunFolderError
+from barnraise.protocol.errors import RunFolderError, StorageError
 from barnraise.protocol.messages import FileEntry
 from barnraise.protocol.pretrain import BlockSubmission
 from barnraise.protocol.store import DiskStore
@@ -139,6 +139,18 @@ def test_a_note_that_a_full_disk_cut_short_spoils_no_other(tmp_path: Path) -> No
         {"stage": "scaffold", "loss": 1.0},
         {"stage": "round", "version": 1},
     ]
+
+
+def test_a_note_that_the_disk_refuses_says_so_and_the_version_is_there(tmp_path: Path) -> None:
+    folder = make_pretrain_run(tmp_path)
+    stages = BlockStages(setup_of(folder))
+    stages.initial()
+    job = round_of(setup_of(folder))
+    (folder / REPORT_FILE).unlink()
+    (folder / REPORT_FILE).mkdir()  # whatever is appended is refused
+    with pytest.raises(StorageError, match="free some space"):
+        stages.round(job)
+    assert stages.round(job).version == 1
 
 
 def test_a_round_is_the_outer_step_over_the_mean_and_is_made_once(tmp_path: Path) -> None:
