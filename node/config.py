@@ -143,7 +143,7 @@ class NodeConfig:
 
     @property
     def control_path(self) -> Path:
-        """Where viewers find the daemon (``barnraise.protocol.control`` copes with long paths)."""
+        """Where viewers find the daemon (``barnraise.protocol.control_place`` copes with long paths)."""
         return self.data / "control.sock"
 
     @property
