@@ -51,10 +51,8 @@ class Door:
 
     def tidy(self) -> None:
         """Forget what is too old, on the disk as well."""
-        before = len(self._newcomers)
         self._newcomers.forget(self._core.now_ms())
-        if len(self._newcomers) != before or not before:
-            self._book.replace(self._newcomers.arrivals)
+        self._book.replace(self._newcomers.arrivals)  # whoever came in between had them forgotten here alone
 
     def is_new(self, key: bytes) -> bool:
         """Whether this run has neither seen a key nor been told by its operator to let it in."""

@@ -17,6 +17,8 @@ from coordinator_support import Coordinator, FakeLearner, FakeVerifier, coordina
 
 from barnraise.coordinator import newcomers
 from barnraise.coordinator.admission import admitted, allow, make_invite
+from barnraise.coordinator.door import TIDY_EVERY_S
+from barnraise.coordinator.newcomer_book import NewcomerBook
 from barnraise.coordinator.newcomers import NewcomerLimits
 from barnraise.coordinator.server import run_coordinator, wall_clock_ms
 from barnraise.node.config import NodeConfig
@@ -130,6 +132,20 @@ async def test_a_restart_is_no_way_around_and_nothing_says_where_anybody_is(
     async with run_with(folder, 1, swarm) as (_, coordinator, core):
         async with node(swarm, coordinator, b"b", outside=HOME):
             assert len(core.state.nodes) == 2
+
+
+@pytest.mark.parametrize("apart_s", [600, 3600])
+async def test_however_often_somebody_comes_nobody_stays_on_the_disk_for_much_longer_than_the_window(
+    tmp_path: Path, autojump_clock: Clock, apart_s: int
+) -> None:
+    folder = make_run(tmp_path)
+    async with run_with(folder, 1000) as (swarm, coordinator, core):
+        for number in range(2 * WINDOW_S // apart_s):
+            async with node(swarm, coordinator, bytes([number + 1]), outside=HOME):
+                await trio.sleep(apart_s)
+        kept = NewcomerBook(folder, Identity.from_private_bytes(b"o" * 32)).kept
+        assert len(kept) > 1
+        assert min(kept).at_ms >= core.now_ms() - (WINDOW_S + TIDY_EVERY_S + 60) * 1000
 
 
 async def test_in_an_open_run_an_invite_counts_for_whom_the_limit_turns_away_and_a_list_does_too(
