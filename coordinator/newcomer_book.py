@@ -9,6 +9,7 @@ Nothing is flushed: a power cut may forget the last arrivals, ``kill -9`` none.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import os
@@ -83,10 +84,12 @@ class NewcomerBook:
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             try:
-                os.write(descriptor, record)
+                written = os.write(descriptor, record)
             finally:
                 os.close(descriptor)
-            self._size += len(record)
+            if written != len(record):  # all that follows would be read shifted
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += written
         except OSError as error:
             self._failed(error)
 

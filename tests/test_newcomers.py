@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -210,6 +211,18 @@ def test_a_write_that_was_cut_short_costs_the_last_arrival_alone(tmp_path, cut):
     path.write_bytes(path.read_bytes()[:-cut])
     filled(tmp_path, ["203.0.113.1"], 7_000)
     assert [arrival.at_ms for arrival in NewcomerBook(tmp_path, OPERATOR).kept] == [1_000, 7_000]
+
+
+@pytest.mark.parametrize("taken", range(24))
+def test_a_disk_that_takes_a_part_of_an_arrival_costs_none_that_follows(tmp_path, monkeypatch, taken):
+    book, door = filled(tmp_path, ["198.51.100.1"])
+    write = os.write
+    with monkeypatch.context() as full:  # as write(2) does when there is room for a part
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:taken]))
+        book.add(door.let_in(at("198.51.100.1", book.secret), 2_000), door.arrivals)
+    for moment in (3_000, 4_000):
+        book.add(door.let_in(at("198.51.100.1", book.secret), moment), door.arrivals)
+    assert [item.at_ms for item in NewcomerBook(tmp_path, OPERATOR).kept] == [1_000, 2_000, 3_000, 4_000]
 
 
 def test_a_disk_that_refuses_is_said_once_and_stops_nobody(tmp_path, caplog):
