@@ -22,8 +22,7 @@ class ClockBack:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        banned = (node.banned_from for node in core.state.nodes.values())
-        self._newest = max(core.state.last_ms, *banned, 0)
+        self._newest = newest_ms(core.state)
         core.listeners.append(self._note)
 
     def due(self, now_ms: int) -> list[Event]:
@@ -41,6 +40,11 @@ class ClockBack:
         for event in write.events:
             if isinstance(event, NodeBanned):  # nobody may have looked before the clock went back
                 self._newest = max(self._newest, event.at_ms)
+
+
+def newest_ms(state: State) -> int:
+    """The latest moment that is known of a state's clock since it went back last."""
+    return max(state.last_ms, *(node.banned_from for node in state.nodes.values()), 0)
 
 
 def moved_bans(state: State, before_ms: int, now_ms: int) -> list[Event]:

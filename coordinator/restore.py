@@ -27,6 +27,7 @@ import msgspec
 
 from barnraise.coordinator.audit import is_banned
 from barnraise.coordinator.backup import MANIFEST, Backup, check_backup, copy_file, fold_of
+from barnraise.coordinator.clock_back import moved_bans, newest_ms
 from barnraise.coordinator.events import Event, NodeBanned, NodeJoined, RunOpened
 from barnraise.coordinator.folder import Settings, create_run, read_spec
 from barnraise.coordinator.journal import Journal, Write, open_postgres
@@ -38,6 +39,7 @@ from barnraise.coordinator.ledger_log import export_ledger
 from barnraise.coordinator.operator_events import NodeAllowed, NodeDisallowed
 from barnraise.coordinator.run_file import RUN_FILE
 from barnraise.coordinator.snapshot import Fold
+from barnraise.coordinator.state import apply
 from barnraise.coordinator.workers import checkpoint_folder
 from barnraise.protocol.durable import sync_folder
 from barnraise.protocol.errors import BarnraiseError, RunFolderError, StorageError
@@ -212,6 +214,9 @@ def _new(backup: Path, part: Path, spec: RunSpec, fold: Fold, made: Backup, now_
 def _carry_over(part: Path, fold: Fold, opened: RunOpened) -> None:
     """What an operator decided about people, and a pause, hold on: the first events of the new run."""
     now, operations = opened.at_ms, fold.state.operations
+    # The new run knows nothing of the old one's clock: if that was ahead, this is the last who can tell.
+    for moved in moved_bans(fold.state, newest_ms(fold.state), now):
+        apply(fold.state, moved)
     events: list[Event] = []
     for node in fold.state.nodes.values():
         if is_banned(node, now):

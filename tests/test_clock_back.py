@@ -20,6 +20,7 @@ from barnraise.coordinator import bans
 from barnraise.coordinator.appeals import appeal_wait_ms
 from barnraise.coordinator.audit import ban_ms, is_banned, quiet_ms
 from barnraise.coordinator.audit_fold import APPEAL_EVERY_MS, UNFINISHED_FREE, strike_pause_ms
+from barnraise.coordinator.backup import back_up
 from barnraise.coordinator.block_scheduler import form_round
 from barnraise.coordinator.clock_back import ClockBack, moved_bans
 from barnraise.coordinator.core import Core, in_place
@@ -37,6 +38,7 @@ from barnraise.coordinator.events import (
     VersionPublished,
 )
 from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.restore import restore
 from barnraise.coordinator.standing import standing_of
 from barnraise.coordinator.state import State, apply, fold
 from barnraise.coordinator.state_parts import CLOCK_BACK_MS
@@ -323,3 +325,27 @@ async def test_a_node_banned_for_an_hour_has_work_again_after_an_hour_and_the_le
     assert before["nodes"]
     report = audited(tmp_path, coordinator, folder)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("lasting_s", [3_600, 30 * 86_400])
+@pytest.mark.parametrize("served_s", [600, 86_400])
+async def test_a_ban_of_a_clock_ahead_lasts_no_longer_in_a_run_that_continues_a_backup(
+    tmp_path: Path, autojump_clock: Clock, wall: Jumping, lasting_s: int, served_s: int
+) -> None:
+    folder, swarm = make_run(tmp_path), MemorySwarm()
+    async with coordinating(swarm, folder) as coordinator:
+        await head_is(coordinator, 0)
+        async with node(swarm, coordinator, b"a"):
+            pass
+    wall.ahead_ms = YEAR_MS
+    async with alone(folder, wall) as core:
+        await bans.ban(core, {"node": "ann", "reason": "floods", "seconds": lasting_s})
+        wall.ahead_ms += served_s * 1000
+        await core.record([NodeJoined(node=ANN, name="ann", at_ms=wall())])
+    back_up(folder, tmp_path / "backup", wall())
+    wall.ahead_ms = 0
+    restore(tmp_path / "backup", tmp_path / "elsewhere", wall())
+    async with alone(tmp_path / "elsewhere", wall) as core:
+        left = [node.banned_until - wall() for node in core.state.nodes.values()]
+    expected = [(lasting_s - served_s) * 1000] if lasting_s > served_s else []
+    assert left == pytest.approx(expected, abs=1_000)
