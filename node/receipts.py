@@ -18,6 +18,7 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from barnraise.node.receipt_sums import Sums, Totals
+from barnraise.protocol.durable import write_durably
 from barnraise.protocol.envelope import open_signed
 from barnraise.protocol.errors import BarnraiseError, MalformedError, StorageError
 from barnraise.protocol.frames import FRAME_BY_TYPE
@@ -80,7 +81,7 @@ class ReceiptBook:
         if not _is_torn(data[good:]):
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
             aside = next(path for path in names if not path.exists())
-            aside.write_bytes(data)
+            write_durably(aside, data)  # before anything is cut: a power cut may come between
             self.repaired = f"{self.path} was damaged after {good} bytes; the whole is kept as {aside}"
         else:
             self.repaired = f"{self.path}: {lost} bytes of an unfinished record were cut off"

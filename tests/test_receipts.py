@@ -153,6 +153,34 @@ def test_another_nodes_file_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
     assert read_receipts(tmp_path / "receipts.bin.damaged-1") == [signed(1)]
 
 
+@pytest.mark.parametrize("step", range(3))
+def test_what_is_set_aside_is_on_the_disk_before_anything_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    kept = book(tmp_path)
+    kept.add_all([signed(index) for index in range(3)])
+    damaged = bytearray(kept.path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    kept.path.write_bytes(damaged)
+    flushed: list[int] = []
+    flush = os.fsync
+
+    def cut(descriptor: int) -> None:
+        if len(flushed) == step:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+        flushed.append(os.fstat(descriptor).st_ino)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", cut)
+        with pytest.raises(StorageError):
+            book(tmp_path)
+    aside = [path for path in tmp_path.glob("*.damaged-*") if path.stat().st_ino in flushed]
+    safe = [path.read_bytes() for path in aside] if tmp_path.stat().st_ino in flushed else []
+    assert bytes(damaged) in [kept.path.read_bytes(), *safe]
+    assert [item.ledger_index for item in book(tmp_path).receipts()] == [0]
+
+
 def test_a_full_disk_keeps_the_book_consistent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = book(tmp_path)
     kept.add(signed(1))
