@@ -135,6 +135,8 @@ class LogBelt:
         """Make whole again what a disk lost or changed since it was published; false: it refuses."""
 
         def work() -> bool:
+            if self._spec is not None:
+                self.folder.put_spec(self._spec)
             if self.folder.intact():
                 return False
             whole = MerkleLog()

@@ -5,6 +5,7 @@
     RUN/log/checkpoint               the newest head, signed by the run's key, and cosigned
     RUN/log/tile/<level>/<index>     256 hashes each, or fewer with .p/<width>
     RUN/log/tile/entries/<index>     the entries themselves
+    RUN/log/spec/<run id>            the signed run spec, which names the key (``log_paths``)
 
 Everything that a checkpoint speaks of is on the disk before the checkpoint is; a crash at
 any moment leaves the one before, with all of its files. Blocking.
@@ -20,8 +21,11 @@ from pathlib import Path
 from barnraise.protocol.durable import replace_file, sync_folder
 from barnraise.protocol.errors import MalformedError, RunFolderError, SignatureError, StorageError
 from barnraise.protocol.log_messages import CHECKPOINT
+from barnraise.protocol.log_paths import spec_path
 from barnraise.protocol.merkle import HASH_BYTES, MerkleLog, leaf_hash, node_hash
+from barnraise.protocol.messages import Signed
 from barnraise.protocol.notes import MAX_NOTE, Ed25519Key
+from barnraise.protocol.runid import run_id
 from barnraise.protocol.tlog_checkpoint import Head, open_checkpoint
 from barnraise.protocol.tlog_tiles import (
     ENTRIES,
@@ -34,6 +38,7 @@ from barnraise.protocol.tlog_tiles import (
     tiles_for,
     unbundle,
 )
+from barnraise.protocol.wire import encode
 
 
 class LogFolder:
@@ -109,7 +114,7 @@ class LogFolder:
             data = self.read(tile.path)
             if tile.level != ENTRIES:
                 if data != hash_tile(log, tile):
-                    self._repair(tile, hash_tile(log, tile))
+                    self._repair(tile.path, hash_tile(log, tile))
                 continue
             try:
                 hashes = [leaf_hash(entry) for entry in unbundle(data or b"")]
@@ -131,7 +136,7 @@ class LogFolder:
             first = tile.index * FULL
             for _ in zip(range(first - place), rest, strict=False):
                 pass
-            self._repair(tile, bundle(self._next(log, tile, rest)))
+            self._repair(tile.path, bundle(self._next(log, tile, rest)))
             place = first + tile.width
 
     def missing_from(self) -> int:
@@ -171,6 +176,16 @@ class LogFolder:
         except OSError as error:
             raise StorageError(f"cannot write {self.folder / CHECKPOINT} ({error.strerror})") from None
 
+    def put_spec(self, signed: Signed) -> None:
+        """Put out the signed run spec, unless it is out there.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        path, data = spec_path(run_id(signed)), encode(signed)
+        if self.read(path) != data:
+            self._repair(path, data)
+
     def read(self, path: str) -> bytes | None:
         """The file at a path of the log that was checked to be one; None: there is none."""
         try:
@@ -178,12 +193,12 @@ class LogFolder:
         except OSError:
             return None
 
-    def _repair(self, tile: Tile, data: bytes) -> None:
+    def _repair(self, path: str, data: bytes) -> None:
         try:
-            for folder in self._write(tile.path, data):
+            for folder in self._write(path, data):
                 sync_folder(folder)
         except OSError as error:
-            raise StorageError(f"cannot write {self.folder / tile.path} ({error.strerror})") from None
+            raise StorageError(f"cannot write {self.folder / path} ({error.strerror})") from None
 
     def _grow(self, log: MerkleLog, head: Head, start: int, entries: Iterable[bytes]) -> None:
         before, size = self.size, head.size

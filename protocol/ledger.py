@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from barnraise.protocol.errors import MalformedError
+from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.identity import fingerprint
 from barnraise.protocol.ledger_entries import (
     Amended,
@@ -56,6 +56,7 @@ from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import Check, check_here, claim_of
 from barnraise.protocol.standing import CLAWED_BACK, RESTORED
+from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 from barnraise.protocol.wire import decode
 
 __all__ = [
@@ -129,6 +130,7 @@ def verify_ledger(
     check: Check = check_here,
     progress: Callable[[int], None] | None = None,
     also: Callable[[MerkleLog, int], Iterable[Problem]] | None = None,
+    checkpoint: bytes | None = None,
 ) -> LedgerReport:
     """Audit a ledger: rules, signed tree heads, and a node's receipts against its entries.
 
@@ -139,7 +141,7 @@ def verify_ledger(
     audit goes on. ``check`` checks the signatures of heads and receipts (see
     ``signatures.process_pool``); ``progress`` hears now and then how many entries were read.
     ``also``: looks for more problems, given the whole log and when its newest good tree head was signed
-    (ms since the Unix epoch, 0 without one).
+    (ms since the Unix epoch, 0 without one). ``checkpoint``: a signed note that counts as a tree head does.
 
     Raises:
         SignatureError, MalformedError: ``run_spec`` itself is not to be believed.
@@ -170,7 +172,13 @@ def verify_ledger(
     for node in fold.owing():
         text = f"credit of node {node.hex()} is owed since its last failed audit"
         problems.add(None, "claw-back-owed", text, due_to=frozenset({("claw-back-first", node), CUT}))
-    sound = _check_heads(opened_heads, log, problems)
+    covering: list[tuple[int, TreeHead | Head]] = [*opened_heads]
+    if checkpoint is not None:
+        try:
+            covering.append((len(heads), open_checkpoint(checkpoint, log_key(run_id, spec.operator))))
+        except (SignatureError, MalformedError) as error:
+            problems.add(None, "head-signed", f"the file's checkpoint: {error}")
+    sound = _check_heads(covering, log, problems)
     for claim in claims:
         due_to = frozenset({CUT, ALTERED}) if claim.ledger_index >= sound else NOTHING
         _check_receipt(claim, kept.get(claim.ledger_index), len(log), problems, due_to)
@@ -190,7 +198,7 @@ def verify_ledger(
         spared=fold.spared,
         sealed=fold.sealed(),
         clawed_back=fold.clawed_back,
-        signatures=1 + len(heads) + len(receipts),
+        signatures=1 + len(heads) + len(receipts) + (checkpoint is not None),
         unnamed=problems.unnamed,
     )
 
@@ -231,7 +239,7 @@ def _opened(
     return opened
 
 
-def _check_heads(heads: Sequence[tuple[int, TreeHead]], log: MerkleLog, problems: Problems) -> int:
+def _check_heads(heads: Sequence[tuple[int, TreeHead | Head]], log: MerkleLog, problems: Problems) -> int:
     """How many entries the largest head covers that is theirs."""
     covered = 0
     for number, head in sorted(heads, key=lambda item: item[1].size):

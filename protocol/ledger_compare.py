@@ -7,7 +7,8 @@ signed both, it has told two stories, and the two heads are the evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -17,9 +18,10 @@ from barnraise.protocol.errors import MalformedError, SignatureError
 from barnraise.protocol.ledger_entries import LedgerEntry, encode_entry
 from barnraise.protocol.ledger_file import LedgerFile
 from barnraise.protocol.merkle import MerkleLog
-from barnraise.protocol.messages import Signed, TreeHead
+from barnraise.protocol.messages import TreeHead
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
+from barnraise.protocol.tlog_checkpoint import Head, log_key, open_checkpoint
 
 Relation = Literal["same", "prefix", "extension", "split"]
 
@@ -33,14 +35,14 @@ class Comparison:
         sizes: entries of A and of B.
         shared: how many leading entries are equal; where they part, the index of the first that differs.
         entries: the two at that index, where they part.
-        heads: signed heads of A and B that both cover it and fit their entries: the proof of a split view.
+        heads: signed heads (or checkpoints) of A and B that both cover it and fit their entries: proof.
     """
 
     relation: Relation
     sizes: tuple[int, int]
     shared: int
     entries: tuple[LedgerEntry, LedgerEntry] | None = None
-    heads: tuple[TreeHead, TreeHead] | None = None
+    heads: tuple[TreeHead | Head, TreeHead | Head] | None = None
 
 
 def compare(a: LedgerFile, b: LedgerFile) -> Comparison:
@@ -75,8 +77,7 @@ def compare(a: LedgerFile, b: LedgerFile) -> Comparison:
         return Comparison(relation, sizes, shared)
     run_id = run_id_of(a.run_spec)
     found = [
-        _covering(heads, log, operator, run_id, shared)
-        for heads, log in zip((a.heads, b.heads), logs, strict=True)
+        _covering(ledger, log, operator, run_id, shared) for ledger, log in zip((a, b), logs, strict=True)
     ]
     heads = (found[0], found[1]) if found[0] is not None and found[1] is not None else None
     return Comparison("split", sizes, shared, differing, heads)
@@ -87,11 +88,16 @@ def _bytes(entries: Iterator[LedgerEntry]) -> Iterator[tuple[LedgerEntry, bytes]
 
 
 def _covering(
-    heads: Sequence[Signed], log: MerkleLog, operator: bytes, run_id: bytes, index: int
-) -> TreeHead | None:
+    ledger: LedgerFile, log: MerkleLog, operator: bytes, run_id: bytes, index: int
+) -> TreeHead | Head | None:
     """The smallest head over entry ``index`` that the operator signed and the entries bear out."""
-    best: TreeHead | None = None
-    for signed in heads:
+    best: TreeHead | Head | None = None
+    if ledger.checkpoint is not None:
+        with suppress(SignatureError, MalformedError):
+            seen = open_checkpoint(ledger.checkpoint, log_key(run_id, operator))
+            if index < seen.size <= len(log) and seen.root == log.root(seen.size):
+                best = seen
+    for signed in ledger.heads:
         try:
             head = open_signed(signed, TreeHead, operator)
         except (SignatureError, MalformedError):

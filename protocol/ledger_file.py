@@ -2,8 +2,9 @@
 
 Layout: the 20 bytes ``barnraise-ledger-1\\r\\n``, then records of one kind byte, a
 big-endian length of four bytes and a MessagePack body: ``S`` the signed run spec
-(exactly one, first), ``H`` signed tree heads, ``U`` signed uses (none in older files), ``E``
-entries in order. Heads and uses come before entries, so that a reader may stream those.
+(exactly one, first), ``C`` a checkpoint (a signed note; in copies of the static log),
+``H`` signed tree heads, ``U`` signed uses (none in older files), ``E``
+entries in order. All others come before entries, so that a reader may stream those.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from barnraise.protocol.ledger_problems import Problem
 from barnraise.protocol.ledger_uses import UseCheck
 from barnraise.protocol.merkle import MerkleLog
 from barnraise.protocol.messages import Signed
+from barnraise.protocol.notes import MAX_NOTE
 from barnraise.protocol.runid import open_run_spec, run_id
 from barnraise.protocol.signatures import Check, check_here
 
 MAGIC = b"barnraise-ledger-1\r\n"
-_SPEC, _HEAD, _USE, _ENTRY = b"S", b"H", b"U", b"E"
-_LIMITS = {_SPEC: 1024 * 1024, _HEAD: 8 * 1024, _USE: 160 * 1024, _ENTRY: 4 * 1024}
+_SPEC, _CHECKPOINT, _HEAD, _USE, _ENTRY = b"S", b"C", b"H", b"U", b"E"
+MAX_SPEC = 1024 * 1024  # bytes
+MAX_ENTRY = 4 * 1024  # bytes
+_LIMITS = {_SPEC: MAX_SPEC, _CHECKPOINT: MAX_NOTE, _HEAD: 8 * 1024, _USE: 160 * 1024, _ENTRY: MAX_ENTRY}
 MAX_HEADS = 1_000_000  # one a minute for almost two years
 MAX_USES = 128 * 1024 * 1024  # bytes in all: about 4 million submissions
 
@@ -44,6 +48,7 @@ class LedgerFile:
     """An open ledger file. ``entries`` streams once, and raises MalformedError where the file is damaged.
 
     ``uses``: see ``barnraise.protocol.ledger_uses``. ``fraction()``: how much of the file is read, 0 to 1.
+    ``checkpoint``: the note under which the static log was copied; such a copy has no tree heads.
     """
 
     run_spec: Signed
@@ -51,6 +56,7 @@ class LedgerFile:
     entries: Iterator[LedgerEntry]
     uses: tuple[Signed, ...] = ()
     fraction: Callable[[], float] = lambda: 0.0
+    checkpoint: bytes | None = None
 
 
 def write_ledger(
@@ -59,6 +65,7 @@ def write_ledger(
     heads: Iterable[Signed],
     entries: Iterable[LedgerEntry | bytes],
     uses: Iterable[Signed] = (),
+    checkpoint: bytes | None = None,
 ) -> None:
     """Write a ledger file atomically: ``heads`` are taken first, then ``uses``, then ``entries``.
 
@@ -71,15 +78,16 @@ def write_ledger(
     try:
         try:
             with partial.open("xb") as file:
-                file.write(MAGIC)
-                file.write(_record(_SPEC, wire.encode(run_spec)))
+                file.write(ledger_beginning(run_spec))
+                if checkpoint is not None:
+                    file.write(_record(_CHECKPOINT, checkpoint))
                 for head in heads:
                     file.write(_record(_HEAD, wire.encode(head)))
                 for use in uses:
                     file.write(_record(_USE, wire.encode(use)))
                 for entry in entries:
                     data = entry if isinstance(entry, bytes) else encode_entry(entry)
-                    file.write(_record(_ENTRY, data))
+                    file.write(entry_record(data))
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -111,6 +119,10 @@ def open_ledger(path: Path) -> Iterator[LedgerFile]:
         run_spec = wire.decode(body, Signed)
         heads: list[Signed] = []
         first = next(records, None)
+        checkpoint: bytes | None = None
+        if first is not None and first[0] == _CHECKPOINT:
+            checkpoint = first[1]
+            first = next(records, None)
         while first is not None and first[0] == _HEAD:
             if len(heads) == MAX_HEADS:
                 raise MalformedError(f"{path} holds more than {MAX_HEADS:,} tree heads: no ledger does")
@@ -131,6 +143,7 @@ def open_ledger(path: Path) -> Iterator[LedgerFile]:
             _entries(first, records),
             tuple(uses),
             lambda: min(1.0, file.tell() / total),
+            checkpoint,
         )
 
 
@@ -160,7 +173,19 @@ def verify_ledger_file(
                 yield from also(log, signed_ms)
 
         entries = seen.watch(ledger.entries) if ledger.uses else ledger.entries
-        return verify_ledger(entries, ledger.heads, ledger.run_spec, receipts, check, told, more)
+        return verify_ledger(
+            entries, ledger.heads, ledger.run_spec, receipts, check, told, more, ledger.checkpoint
+        )
+
+
+def ledger_beginning(run_spec: Signed) -> bytes:
+    """How a ledger file begins; ``entry_record``s may follow."""
+    return MAGIC + _record(_SPEC, wire.encode(run_spec))
+
+
+def entry_record(entry: bytes) -> bytes:
+    """An entry (as ``encode_entry`` has it) as it stands in a ledger file."""
+    return _record(_ENTRY, entry)
 
 
 def _record(kind: bytes, body: bytes) -> bytes:

@@ -7,6 +7,7 @@ import typer
 from barnraise.protocol.ledger_lines import line, shown
 from barnraise.tui import (
     ledger_evidence,
+    ledger_fetch,
     ledger_files,
     ledger_nodes,
     ledger_prove,
@@ -40,6 +41,7 @@ _add("prove", "Prove one entry in a small file.", ledger_prove.prove, ledger_pro
 _add("check", "Check such a proof offline.", ledger_prove.check, ledger_prove.CHECK_EXAMPLES)
 _add("evidence", "What proof of two ledgers says.", ledger_evidence.evidence, ledger_evidence.EXAMPLES)
 _add("diff", "Compare two copies of one ledger.", ledger_files.diff, ledger_files.DIFF_EXAMPLES)
+_add("fetch", "Take it from the public log.", ledger_fetch.fetch, ledger_fetch.EXAMPLES)
 _add(
     "export",
     "Write the ledger as one file.",

@@ -13,6 +13,7 @@ from barnraise.protocol.errors import BarnraiseError, MalformedError, SignatureE
 from barnraise.protocol.ledger_compare import Comparison, compare
 from barnraise.protocol.ledger_file import open_ledger
 from barnraise.protocol.ledger_lines import line, shown
+from barnraise.protocol.messages import TreeHead
 from barnraise.protocol.moments import minute
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
@@ -152,5 +153,6 @@ def _words(found: Comparison, a: str, b: str) -> list[str]:
         return texts
     texts.append("the operator signed both: these two tree heads prove a split view")
     for name, head in zip((a, b), found.heads, strict=True):
-        texts.append(f"{name}: {head.size} entries, root {head.root.hex()}, {minute(head.issued_at)} UTC")
+        when = f", {minute(head.issued_at)} UTC" if isinstance(head, TreeHead) else ""
+        texts.append(f"{name}: {head.size} entries, root {head.root.hex()}{when}")
     return texts

@@ -66,7 +66,7 @@ def prove(
     ),
 ) -> None:
     """Write a proof of one entry to standard output: small, self-contained, checked with 'ledger check'."""
-    if tlog:
+    if tlog or (checkpoint is None and _is_copy(source)):  # whose head is a checkpoint
         proof = _under_checkpoint(source, index, checkpoint)
         sys.stdout.buffer.write(proof.encode())
         sys.stdout.flush()
@@ -81,11 +81,21 @@ def prove(
     sys.stdout.write(encode_proof(own).decode("ascii"))
 
 
+def _is_copy(source: Path) -> bool:
+    if not source.is_file():
+        return False
+    with usable(), open_ledger(source) as ledger:
+        return ledger.checkpoint is not None
+
+
 def _under_checkpoint(source: Path, index: int, checkpoint: Path | None) -> TlogProof:
     note: bytes | None = None
     if checkpoint is not None:
         note = input_file(checkpoint, "--checkpoint", MAX_NOTE)
     elif source.is_file():
+        with usable(), open_ledger(source) as ledger:
+            note = ledger.checkpoint
+    if note is None and source.is_file():
         raise typer.BadParameter(
             "a ledger file has no checkpoint in it: name one, such as a run's log/checkpoint, or what the "
             "coordinator or any node hands out",

@@ -22,7 +22,7 @@ from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.wire import printable
 
 SOURCE = typer.Argument(
-    ..., metavar="DIR|FILE", help="A run folder, or a file made by 'barnraise ledger export'."
+    ..., metavar="DIR|FILE", help="A run folder, or a file made by 'barnraise ledger export' or 'fetch'."
 )
 SLOW_S = 2.0
 LEAST_OF_AN_ID = 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ from barnraise.protocol.messages import Receipt, Signed, TreeHead
 from barnraise.protocol.runid import open_run_spec
 from barnraise.protocol.runid import run_id as run_id_of
 from barnraise.protocol.signatures import process_pool
+from barnraise.protocol.tlog_checkpoint import log_key, open_checkpoint
 from barnraise.protocol.wire import decode, printable
 from barnraise.tui.console import emit_json, examples
 from barnraise.tui.ledger_published import files_of, key_of, look_at_mark, published_in
-from barnraise.tui.ledger_source import SOURCE, SlowProgress, ledger_file
+from barnraise.tui.ledger_source import SlowProgress, ledger_file
 
 PROBLEMS_SHOWN = 20
 EXAMPLES = examples(
     "ledger verify ./my-run",
+    "ledger verify https://run.example.org/",
     "ledger verify ledger.bin --receipts ~/.local/share/barnraise",
     "ledger verify ledger.bin --checkpoint checkpoint --checkpoint ~/.local/share/barnraise",
 )
@@ -72,7 +76,9 @@ def report_fields(report: LedgerReport) -> dict[str, Any]:
 
 
 def verify(
-    source: Path = SOURCE,
+    place: str = typer.Argument(
+        ..., metavar="DIR|FILE|URL", help="A run folder, a ledger file, or the address of a public log."
+    ),
     receipts: Path | None = typer.Option(
         None,
         "--receipts",
@@ -91,6 +97,24 @@ def verify(
 
     In a run folder the published files (RUN/log) are held against the ledger as well.
     """
+    with _here(place) as source:
+        _verify(source, receipts, checkpoint, as_json)
+
+
+@contextmanager
+def _here(place: str) -> Iterator[Path]:
+    """A public log is copied first, to a file that does not last."""
+    from barnraise.tui.ledger_fetch import fetched, is_url
+
+    if not is_url(place):
+        yield Path(place)
+        return
+    with tempfile.TemporaryDirectory(prefix="barnraise-ledger-") as scratch:
+        fetched(place, target := Path(scratch) / "ledger.bin")
+        yield target
+
+
+def _verify(source: Path, receipts: Path | None, checkpoint: list[Path], as_json: bool) -> None:
     given: tuple[Signed, ...] = ()
     newer, held = 0, Held()
     note, read = files_of(source)  # before the ledger, which may grow meanwhile
@@ -137,7 +161,7 @@ def print_report(report: LedgerReport, newer: int | None = None) -> None:
     if report.clawed_back:
         typer.echo(f"clawback {report.clawed_back:,} Mflop")
     if newer is not None:
-        later = f", {newer} newer than this ledger left out: export it again to check them"
+        later = f", {newer} newer than this ledger left out: export or fetch it again to check them"
         typer.echo(f"receipts {report.receipts} checked" + (later if newer else ""))
     for node, credit in sorted(report.balances.items(), key=lambda item: -item[1]):
         typer.echo(f"credit   {peer_id(node)}  {credit:,} Mflop")
@@ -202,6 +226,10 @@ def receipts_for(ledger: Path, data: Path) -> tuple[tuple[Signed, ...], int]:
             except (MalformedError, SignatureError):
                 continue  # the audit names what is wrong with it
             end, moment = max(end, head.size), max(moment, head.issued_at)
+        if opened.checkpoint is not None:  # which has no date: what is past its end may be newer
+            with suppress(MalformedError, SignatureError):
+                key = log_key(run_id_of(opened.run_spec), operator)
+                end = max(end, open_checkpoint(opened.checkpoint, key).size)
     kept, newer = [], 0
     for signed in read_receipts(file):
         try:

@@ -1,4 +1,4 @@
-"""``/log/...``: the ledger's static files (c2sp.org/tlog-tiles), as any witness or verifier asks for them."""
+"""``/log/...``: the ledger's static files (c2sp.org/tlog-tiles) and the run spec, for any auditor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.log_messages import CHECKPOINT
+from barnraise.protocol.log_paths import is_spec_path
 from barnraise.protocol.tlog_tiles import parse_path
 
 _FOR_EVER: Final = "public, max-age=31536000, immutable"  # what a tile's path names never changes
@@ -24,7 +25,7 @@ def log_routes(read: Callable[[str], Awaitable[bytes | None]]) -> list[Route]:
     async def file(request: Request) -> Response:
         path = request.path_params["path"]
         checkpoint = path == CHECKPOINT
-        if not checkpoint:
+        if not checkpoint and not is_spec_path(path):
             try:
                 parse_path(path)  # nothing else is ever looked for on the disk
             except MalformedError as error:
