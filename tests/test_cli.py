@@ -4,6 +4,8 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -422,3 +424,9 @@ def test_only_the_demos_own_model_is_pretrained(capsys):
     assert call("demo", "--phase", "both", "--model", "smollm2") == 2
     assert call("demo", "--phase", "odd") == 2
     assert "none of posttrain, pretrain, both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heavy", ["httpx", "torch", "transformers"])
+def test_what_few_commands_need_is_not_loaded_by_all(heavy: str) -> None:
+    code = f"import sys, barnraise.tui.main; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 import typer
 
-from barnraise.node.ledger_copy import Copied, copy_ledger
-from barnraise.node.log_site import LogDirectory, LogSite, LogSource
 from barnraise.protocol.errors import MalformedError
 from barnraise.protocol.log_messages import CHECKPOINT
 from barnraise.protocol.notes import MAX_NOTE
 from barnraise.tui.console import examples, size
 from barnraise.tui.ledger_evidence import RUN, check_run
 from barnraise.tui.ledger_source import SlowProgress
+
+if TYPE_CHECKING:  # an HTTP client is only loaded where a log is fetched
+    from barnraise.node.ledger_copy import Copied
+    from barnraise.node.log_site import LogDirectory, LogSite, LogSource
 
 EXAMPLES = examples(
     "ledger fetch https://run.example.org/ ledger.bin",
@@ -64,6 +67,8 @@ def fetched(url: str, target: Path, run: str = "") -> Copied:
 
 
 async def _fetched(url: str, target: Path, run: str) -> Copied:
+    from barnraise.node.ledger_copy import copy_ledger
+
     source = await _source(url)
     try:
         return await copy_ledger(source, target, SlowProgress(), run)
@@ -73,6 +78,8 @@ async def _fetched(url: str, target: Path, run: str) -> Copied:
 
 async def _source(url: str) -> LogSite | LogDirectory:
     """Where the checkpoint is: right there, or below ``log/``."""
+    from barnraise.node.log_site import LogDirectory, LogSite
+
     if not is_url(url):
         folder = Path(url)
         if not folder.is_dir():

@@ -25,6 +25,7 @@ from barnraise.protocol.signatures import process_pool
 from barnraise.protocol.tlog_checkpoint import log_key, open_checkpoint
 from barnraise.protocol.wire import decode, printable
 from barnraise.tui.console import emit_json, examples
+from barnraise.tui.ledger_fetch import fetched, is_url
 from barnraise.tui.ledger_published import files_of, key_of, look_at_mark, published_in
 from barnraise.tui.ledger_source import SlowProgress, ledger_file
 
@@ -104,8 +105,6 @@ def verify(
 @contextmanager
 def _here(place: str) -> Iterator[Path]:
     """A public log is copied first, to a file that does not last."""
-    from barnraise.tui.ledger_fetch import fetched, is_url
-
     if not is_url(place):
         yield Path(place)
         return
