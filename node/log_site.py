@@ -1,8 +1,7 @@
 """Where a static log (c2sp.org/tlog-tiles) is read from: a web site or a folder, both trusted with nothing.
 
-A file is one GET whose size is bounded before anything is read. Left out of HTTP, as for
-mirrors (``barnraise.node.webseed``): cookies, compression, proxies and certificates from
-the environment, and redirects to anywhere but the same scheme, host and port.
+A file is one plain GET (``plain_http``) whose size is bounded before anything is read, and redirects
+lead nowhere but to the same scheme, host and port.
 """
 
 from __future__ import annotations
@@ -13,16 +12,22 @@ from typing import Protocol
 import httpx
 import trio
 
+from barnraise.node.plain_http import (
+    ABSENT,
+    MAX_REDIRECTS,
+    REDIRECTS,
+    SLOWEST,
+    is_plain,
+    released,
+    request,
+    transport,
+)
 from barnraise.protocol.errors import MalformedError, PeerError
 from barnraise.protocol.mirrors import check_mirror
 from barnraise.protocol.wire import printable
 
-MAX_REDIRECTS = 3
 CONNECTIONS = 8
 TRIES = 6
-_SLOWEST = 16 * 1024  # bytes/s
-_ABSENT = frozenset({403, 404, 410})  # object stores say 403 for what does not exist
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -54,15 +59,14 @@ class LogSite:
         check_mirror(base)
         self.base = base.rstrip("/") + "/"
         self._timeout, self._pause = timeout, pause
-        limits = httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=30.0)
-        self._transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        self._transport = transport(CONNECTIONS)
 
     async def get(self, path: str, limit: int) -> bytes | None:
         trouble = ""
         for tries in range(TRIES):
             if tries:
                 await trio.sleep(self._pause * 2 ** (tries - 1))
-            with trio.move_on_after(2 * self._timeout + limit / _SLOWEST) as scope:
+            with trio.move_on_after(2 * self._timeout + limit / SLOWEST) as scope:
                 try:
                     return await self._once(path, limit)
                 except PeerError as error:
@@ -79,19 +83,13 @@ class LogSite:
 
     async def _once(self, path: str, limit: int) -> bytes | None:
         url = httpx.URL(self.base + path)
-        headers = {"user-agent": "barnraise", "accept-encoding": "identity", "accept": "*/*"}
-        times = httpx.Timeout(self._timeout, pool=None).as_dict()
         for _ in range(1 + MAX_REDIRECTS):
-            request = httpx.Request("GET", url, headers=headers, extensions={"timeout": times})
-            response = await self._transport.handle_async_request(request)
-            try:
-                if response.status_code in _REDIRECTS:
+            answer = await self._transport.handle_async_request(request(url, self._timeout))
+            async with released(answer) as response:
+                if response.status_code in REDIRECTS:
                     url = self._redirected(url, response.headers.get("location", ""))
                     continue
-                return None if response.status_code in _ABSENT else await self._body(response, url, limit)
-            finally:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                    await response.aclose()
+                return None if response.status_code in ABSENT else await self._body(response, url, limit)
         raise MalformedError(f"{self.base}{path} redirects more than {MAX_REDIRECTS} times")
 
     def _redirected(self, url: httpx.URL, location: str) -> httpx.URL:
@@ -111,7 +109,7 @@ class LogSite:
         if status != 200:
             kind = PeerError if status in _BUSY else MalformedError
             raise kind(f"{url} answers with HTTP status {status}")
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
+        if not is_plain(response):
             raise MalformedError(f"{url} is compressed: a log's files are served as they are")
         length = response.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and (len(length) > 12 or int(length) > limit):

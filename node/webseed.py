@@ -2,10 +2,9 @@
 
 Each shard is one GET; its size is known before and nothing beyond it is read, its
 SHA-256 is checked. A body that breaks off is continued by a ranged request. What is
-surprising in HTTP clients is left out: no cookies, no compressed bodies, no proxies
-or certificates from the environment (``HTTPS_PROXY``, ``SSL_CERT_FILE`` and .netrc are
-not looked at), and redirects are followed only ``MAX_REDIRECTS`` deep, never to
-another scheme, to an address instead of a name, or away from this machine's own host.
+surprising in HTTP clients is left out (``plain_http``), and redirects are followed only
+``MAX_REDIRECTS`` deep, never to another scheme, to an address instead of a name, or away
+from this machine's own host.
 """
 
 from __future__ import annotations
@@ -16,6 +15,16 @@ from collections.abc import Callable
 import httpx
 import trio
 
+from barnraise.node.plain_http import (
+    ABSENT,
+    MAX_REDIRECTS,
+    REDIRECTS,
+    SLOWEST,
+    is_plain,
+    released,
+    request,
+    transport,
+)
 from barnraise.protocol.bandwidth import WINDOW, Pacer
 from barnraise.protocol.errors import PeerError
 from barnraise.protocol.manifest import check_shard
@@ -24,12 +33,8 @@ from barnraise.protocol.mirrors import check_mirror, is_loopback, shard_url
 from barnraise.protocol.shards import PROGRESS_S, BadShardError, off_loop
 from barnraise.protocol.wire import printable
 
-MAX_REDIRECTS = 3
 CONNECTIONS = 4
 RESUMES = 3  # of one shard, each after some progress
-_SLOWEST = 16 * 1024  # bytes/s
-_ABSENT = frozenset({403, 404, 410})  # object stores say 403 for what does not exist
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class WebSeed:
@@ -103,7 +108,7 @@ class WebSeed:
             await transport.aclose()
 
     async def _whole(self, digest: bytes, size: int) -> bytes | None:
-        shard = _Shard(size, 2 * self._timeout + size / _SLOWEST)
+        shard = _Shard(size, 2 * self._timeout + size / SLOWEST)
         for _ in range(1 + RESUMES):
             before = len(shard.data)
             try:
@@ -124,33 +129,23 @@ class WebSeed:
         """Read more of the shard, through redirects; False if it is not there."""
         url = httpx.URL(start)
         for _ in range(1 + MAX_REDIRECTS):
-            response = await self._send(url, len(shard.data))
-            try:
-                if response.status_code in _REDIRECTS:
+            async with released(await self._send(url, len(shard.data))) as response:
+                if response.status_code in REDIRECTS:
                     url = self._redirected(url, response.headers.get("location", ""))
                     continue
-                if response.status_code in _ABSENT:
+                if response.status_code in ABSENT:
                     return False
                 self._judge(response, shard)
                 await self._read(response, shard)
                 return True
-            finally:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                    await response.aclose()
         raise PeerError(f"{self.base} redirects more than {MAX_REDIRECTS} times")
 
     async def _send(self, url: httpx.URL, offset: int) -> httpx.Response:
         if self._transport is None:
-            limits = httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=30.0)
-            self._transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
-        headers = {"user-agent": "barnraise", "accept-encoding": "identity", "accept": "*/*"}
-        if offset:
-            headers["range"] = f"bytes={offset}-"
-        times = httpx.Timeout(self._timeout, pool=None).as_dict()
-        request = httpx.Request("GET", url, headers=headers, extensions={"timeout": times})
+            self._transport = transport(CONNECTIONS)
         # A server that trickles its header restarts the time-out of each read.
         with trio.move_on_after(3 * self._timeout):
-            return await self._transport.handle_async_request(request)
+            return await self._transport.handle_async_request(request(url, self._timeout, offset))
         raise PeerError(f"{self.base} did not answer within {3 * self._timeout:g} s")
 
     def _redirected(self, url: httpx.URL, location: str) -> httpx.URL:
@@ -173,7 +168,7 @@ class WebSeed:
         status, headers = response.status_code, response.headers
         if status not in (200, 206):
             raise PeerError(f"{self.base} answered with HTTP status {status}")
-        if headers.get("content-encoding", "identity").lower() != "identity":
+        if not is_plain(response):
             raise BadShardError(f"{self.base} compresses shards: it must serve them as they are")
         if status == 200:
             shard.data.clear()
@@ -198,7 +193,7 @@ class WebSeed:
                 piece = await anext(pieces, None)
             shard.seconds_left -= trio.current_time() - begin
             if scope.cancelled_caught:
-                shard.trouble = f"sends less than {_SLOWEST // 1024} KiB/s"
+                shard.trouble = f"sends less than {SLOWEST // 1024} KiB/s"
                 return
             if piece is None:
                 return

@@ -248,7 +248,7 @@ async def test_silence_and_trickles_are_given_up(serve: Serve, monkeypatch: pyte
             handler.wfile.flush()
             time.sleep(0.1)
 
-    monkeypatch.setattr(webseed_module, "_SLOWEST", 10**7)
+    monkeypatch.setattr(webseed_module, "SLOWEST", 10**7)
     for answer in (silent, trickle, slow_header):
         begin = trio.current_time()
         with pytest.raises(PeerError):
