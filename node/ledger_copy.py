@@ -9,6 +9,7 @@ download left here is taken from there, and checked in the same way.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ async def _write(
     part = target.with_name(f"{target.name}.part")
     full = row.size // FULL
     try:
-        first = 0 if base is None else _good_bundles(base, row, full)
+        first = 0 if base is None else _good_bundles(base, row, full)[0]
         with _resumed(part, spec, row, first) as (file, begin):
             await _download(source, row, range(begin, full), file, tell)
         tail = await _bundle(source, row, full) if row.size % FULL else []
@@ -287,14 +288,16 @@ def _of(path: Path, bundles: int) -> Iterator[bytes]:
         yield from map(encode_entry, islice(ledger.entries, bundles * FULL))
 
 
-def _good_bundles(path: Path, row: BundleRow, most: int, first: int = 0) -> int:
-    """How many full bundles, from ``first`` on, begin a file and are the log's."""
-    count = 0
+def _good_bundles(path: Path, row: BundleRow, most: int, first: int = 0) -> tuple[int, int]:
+    """How many full bundles, from ``first`` on, begin a file and are the log's, and their bytes in it."""
+    count = taken = 0
     with suppress(MalformedError), open_ledger(path) as ledger:
         while count < most:
-            row.check(first + count, list(map(encode_entry, islice(ledger.entries, FULL))))
+            bundle = list(map(encode_entry, islice(ledger.entries, FULL)))
+            row.check(first + count, bundle)
             count += 1
-    return count
+            taken += sum(len(entry_record(entry)) for entry in bundle)
+    return count, taken
 
 
 @contextmanager
@@ -303,15 +306,13 @@ def _resumed(path: Path, spec: Signed, row: BundleRow, first: int) -> Iterator[t
 
     What an interrupted download left there is kept as far as it is good.
     """
-    beginning, good = ledger_beginning(spec), 0
-    end = len(beginning)
+    beginning, good, taken = ledger_beginning(spec), 0, 0
     if path.exists():
-        good = _good_bundles(path, row, row.size // FULL - first, first)
-        end += sum(len(entry_record(entry)) for entry in _of(path, good)) if good else 0
+        good, taken = _good_bundles(path, row, row.size // FULL - first, first)
     with path.open("r+b" if good else "wb") as file:
         if good:
-            file.truncate(end)
-            file.seek(end)
+            file.truncate(len(beginning) + taken)
+            file.seek(0, os.SEEK_END)
         else:
             file.write(beginning)
         yield file, first + good

@@ -66,13 +66,16 @@ def prove(
     ),
 ) -> None:
     """Write a proof of one entry to standard output: small, self-contained, checked with 'ledger check'."""
-    if tlog or (checkpoint is None and _is_copy(source)):  # whose head is a checkpoint
-        proof = _under_checkpoint(source, index, checkpoint)
-        sys.stdout.buffer.write(proof.encode())
+    if checkpoint is not None and not tlog:
+        raise typer.BadParameter("proofs without --tlog are under a tree head", param_hint="--checkpoint")
+    if checkpoint is not None:
+        note: bytes | None = input_file(checkpoint, "--checkpoint", MAX_NOTE)
+    else:
+        note = _own_checkpoint(source)
+    if tlog or note is not None:  # the head of a copy of the static log is a checkpoint
+        sys.stdout.buffer.write(_under_checkpoint(source, index, note).encode())
         sys.stdout.flush()
         return
-    if checkpoint is not None:
-        raise typer.BadParameter("proofs without --tlog are under a tree head", param_hint="--checkpoint")
     with usable(), ledger_file(source) as path, open_ledger(path) as ledger:
         try:
             own = make_proof(ledger.entries, ledger.heads, ledger.run_spec, index)
@@ -81,20 +84,15 @@ def prove(
     sys.stdout.write(encode_proof(own).decode("ascii"))
 
 
-def _is_copy(source: Path) -> bool:
+def _own_checkpoint(source: Path) -> bytes | None:
+    """The checkpoint that is in a ledger file; None: a run folder, or an export."""
     if not source.is_file():
-        return False
+        return None
     with usable(), open_ledger(source) as ledger:
-        return ledger.checkpoint is not None
+        return ledger.checkpoint
 
 
-def _under_checkpoint(source: Path, index: int, checkpoint: Path | None) -> TlogProof:
-    note: bytes | None = None
-    if checkpoint is not None:
-        note = input_file(checkpoint, "--checkpoint", MAX_NOTE)
-    elif source.is_file():
-        with usable(), open_ledger(source) as ledger:
-            note = ledger.checkpoint
+def _under_checkpoint(source: Path, index: int, note: bytes | None) -> TlogProof:
     if note is None and source.is_file():
         raise typer.BadParameter(
             "a ledger file has no checkpoint in it: name one, such as a run's log/checkpoint, or what the "
