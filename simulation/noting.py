@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from barnraise.coordinator import events
 from barnraise.coordinator.block_events import (
@@ -14,6 +15,8 @@ from barnraise.coordinator.block_events import (
     RoundFormed,
 )
 from barnraise.coordinator.journal import Write
+from barnraise.protocol.messages import RolloutLease
+from barnraise.protocol.pretrain import BlockLease
 from barnraise.simulation.event_log import EventLog
 
 
@@ -35,20 +38,22 @@ class Noting:
         lease = self._lease.get(submission, b"")
         return {"node": self._node.get(lease, ""), "lease": _short(lease), "work": _short(submission)}
 
+    def _lent(self, lease: RolloutLease | BlockLease) -> dict[str, Any]:
+        self._node[lease.lease_id] = self._name_of(lease.node)
+        return {
+            "node": self._node[lease.lease_id],
+            "lease": _short(lease.lease_id),
+            "unit": lease.unit_id,
+            "version": lease.policy_version,
+        }
+
     def _note(self, event: events.Event) -> None:
         note = self._log.note
         match event:
             case events.NodeJoined():
                 note("known", node=self._name_of(event.node))
             case events.LeaseIssued(lease=lease):
-                self._node[lease.lease_id] = self._name_of(lease.node)
-                note(
-                    "lease",
-                    node=self._node[lease.lease_id],
-                    lease=_short(lease.lease_id),
-                    unit=lease.unit_id,
-                    version=lease.policy_version,
-                )
+                note("lease", **self._lent(lease))
             case events.LeaseTimedOut():
                 note("timed-out", node=self._node.get(event.lease_id), lease=_short(event.lease_id))
             case events.LeaseClosed():
@@ -99,16 +104,7 @@ class Noting:
         note = self._log.note
         match event:
             case BlockLeased(lease=lease):
-                self._node[lease.lease_id] = self._name_of(lease.node)
-                note(
-                    "lease",
-                    node=self._node[lease.lease_id],
-                    lease=_short(lease.lease_id),
-                    unit=lease.unit_id,
-                    version=lease.policy_version,
-                    block=lease.block,
-                    slot=lease.slot,
-                )
+                note("lease", **self._lent(lease), block=lease.block, slot=lease.slot)
             case BlockSubmitted():
                 self._lease[event.submission_id] = event.lease_id
                 note("submitted", **self._work(event.submission_id), bytes=event.size)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import msgspec
 
+from barnraise.coordinator.core import Core
 from barnraise.coordinator.events import (
     AppealDecided,
     AppealFiled,
@@ -30,6 +33,7 @@ from barnraise.coordinator.events import (
     VersionPublished,
     VersionTrained,
 )
+from barnraise.coordinator.journal import Write
 from barnraise.coordinator.operator_events import (
     AlarmCleared,
     AlarmRaised,
@@ -50,6 +54,26 @@ from barnraise.protocol.standing import UNAUDITED, UNVERIFIABLE, commitment_of
 RUN_ID = b"r" * 32
 MAX_LAG = 1
 SEED = b"a secret"
+
+
+@dataclass
+class Recorded:
+    """What a listener of events that keeps its own account (``Deadlines``, ``ClockBack``) needs of a core."""
+
+    state: State = field(default_factory=lambda: State(max_lag=MAX_LAG))
+    listeners: list[Callable[[Write], None]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, *events: Event) -> None:
+        for event in events:
+            apply(self.state, event)
+        self.events += events
+        for listener in self.listeners:
+            listener(Write(events=events))
+
+
+def as_core(recorded: Recorded) -> Core:
+    return recorded  # type: ignore[return-value]
 
 
 def verdict(accepted: bool, check: str = "toploc") -> Verdict:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import coordinator_support
 import pytest
 import trio
-from coordinator_history import MAX_LAG, RUN_ID, lease_for
+from coordinator_history import MAX_LAG, RUN_ID, Recorded, as_core, lease_for
 from coordinator_support import Coordinator, ScriptedNode, coordinating, make_run, node, opened
 from server_support import Clock, audited, head_is
 from test_block_rounds import NODES, SPEC, World
@@ -27,7 +26,6 @@ from barnraise.coordinator.core import Core, in_place
 from barnraise.coordinator.deadlines import AGAIN_MS, Deadlines
 from barnraise.coordinator.events import (
     BanLifted,
-    Event,
     LeaseClosed,
     LeaseIssued,
     LeaseTimedOut,
@@ -37,10 +35,10 @@ from barnraise.coordinator.events import (
     RunOpened,
     VersionPublished,
 )
-from barnraise.coordinator.journal import Journal, Write
+from barnraise.coordinator.journal import Journal
 from barnraise.coordinator.restore import restore
 from barnraise.coordinator.standing import standing_of
-from barnraise.coordinator.state import State, apply, fold
+from barnraise.coordinator.state import fold
 from barnraise.coordinator.state_parts import CLOCK_BACK_MS
 from barnraise.protocol.errors import RefusedError
 from barnraise.protocol.identity import Identity
@@ -54,22 +52,6 @@ NOW = 10 * YEAR_MS
 AHEAD = [30 * 1_000, 59 * MINUTE_MS, 25 * HOUR_MS, 30 * YEAR_MS]
 
 
-@dataclass
-class Recorded:
-    """What ``Deadlines`` and ``ClockBack`` need of a core."""
-
-    state: State = field(default_factory=lambda: State(max_lag=MAX_LAG))
-    listeners: list[Callable[[Write], None]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def record(self, *events: Event) -> None:
-        for event in events:
-            apply(self.state, event)
-        self.events += events
-        for listener in self.listeners:
-            listener(Write(events=events))
-
-
 def begun(at_ms: int) -> tuple[Recorded, Core]:
     """A run with a version and Ann in it."""
     recorded = Recorded()
@@ -80,7 +62,7 @@ def begun(at_ms: int) -> tuple[Recorded, Core]:
         ),
         NodeJoined(node=ANN, name="ann", at_ms=at_ms),
     )
-    return recorded, recorded  # type: ignore[return-value]
+    return recorded, as_core(recorded)
 
 
 @pytest.mark.parametrize("seed", range(12))

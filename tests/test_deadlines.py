@@ -4,48 +4,25 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from coordinator_history import MAX_LAG, RUN_ID, lease_for, next_event
+from coordinator_history import MAX_LAG, RUN_ID, Recorded, as_core, lease_for, next_event
 
 from barnraise.coordinator import scheduler
 from barnraise.coordinator.collector import calm_collector
-from barnraise.coordinator.core import Core
 from barnraise.coordinator.deadlines import Deadlines
-from barnraise.coordinator.events import Event, LeaseIssued, NodeJoined, RunOpened, VersionPublished
+from barnraise.coordinator.events import LeaseIssued, NodeJoined, RunOpened, VersionPublished
 from barnraise.coordinator.hub import MAX_PER_PEER, Hub, Live
-from barnraise.coordinator.journal import Write
-from barnraise.coordinator.state import State, apply, fold
+from barnraise.coordinator.state import fold
 from barnraise.protocol.messages import Message
 
 NODE = b"n" * 32
 
 
-@dataclass
-class Recorded:
-    """What ``Deadlines`` needs of a core."""
-
-    state: State = field(default_factory=lambda: State(max_lag=MAX_LAG))
-    listeners: list[Callable[[Write], None]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def record(self, *events: Event) -> None:
-        for event in events:
-            apply(self.state, event)
-        self.events += events
-        for listener in self.listeners:
-            listener(Write(events=events))
-
-
 def never(lease_id: bytes, now_ms: int) -> bool:
     return False
-
-
-def as_core(recorded: Recorded) -> Core:
-    return recorded  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("seed", range(8))

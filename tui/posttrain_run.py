@@ -58,9 +58,7 @@ def make(
             progress("checking the model and its tokenizer", 0.0)
             prepared = Path(scratch) / "prepared"
             prepare_model(source, prepared, settings.weights_dtype, settings.environment, adapter, seed)
-        except ModelSourceError as error:
-            raise typer.BadParameter(str(error), param_hint="--model") from error
-        except ModelError as error:
+        except (ModelSourceError, ModelError) as error:
             raise typer.BadParameter(str(error), param_hint="--model") from error
         verify, whence = measured_verify_spec(
             prepared, settings.environment, settings.sampling, settings.compute_dtype, progress
