@@ -18,7 +18,7 @@ from rich.console import Console
 
 from barnraise.protocol.errors import StorageError
 from barnraise.protocol.identity import Identity, load_identity, peer_id_of, save_identity
-from barnraise.tui import demo_view, ledger
+from barnraise.tui import demo, demo_view, ledger
 from barnraise.tui import main as command_line
 from barnraise.tui.console import duration, size
 from barnraise.tui.demo import Interrupted
@@ -430,3 +430,13 @@ def test_only_the_demos_own_model_is_pretrained(capsys):
 def test_what_few_commands_need_is_not_loaded_by_all(heavy: str) -> None:
     code = f"import sys, barnraise.tui.main; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+def test_the_demo_ends_with_the_cause_when_a_guard_pauses_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    state = {"complete": False, "paused": {"by": "guard", "reason": "kl: too far", "since_ms": 0}}
+    monkeypatch.setattr(demo, "state_of", lambda folder: state)
+    with demo.Supervisor({}) as supervisor:
+        found = demo._watch(supervisor, Path("run"), {}, 3600.0, True, said.append, Interrupted())
+    assert found is state
+    assert said[-1] == "the run paused itself, and the demo ends here: kl: too far"

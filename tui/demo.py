@@ -304,6 +304,10 @@ def _watch(
                 say(plain_line(state, nodes, now - started))
             if final.get("complete") and state is not None:
                 return final
+            paused = final.get("paused")
+            if paused and paused["by"] == "guard":  # nobody is here who would resume it
+                last_words = f"the run paused itself, and the demo ends here: {paused['reason']}"
+                return final
             if now - started > limit_s:
                 last_words = f"time is up after {duration(now - started)} (--minutes)"
                 return final
